@@ -93,7 +93,7 @@ class CheckpointView:
         of the same tensors. `reshape` puts plain data that ranks share into the form that the state has. `trees_at` are
         state FQNs: the streams of a data loader whose name is neither above nor below one of them are one leaf, a
         StreamTable, because there may be 100,000; None makes trees of all, as include and exclude do.
-        Raises CheckpointMismatchError (conflict) if two tensors get one name; `plain` does so for plain data.
+        Raises CheckpointMismatchError (conflict) if two tensors get one name; `tree_leaves` does so for leaves.
         """
         self._manifest = manifest
         self._reshape = reshape
@@ -131,7 +131,7 @@ class CheckpointView:
         if not by_content:
             return records
         saved = {fqn: record for fqn, record in records.items() if fqn not in by_content}
-        refs = {fqn: leaf.fqn for fqn, leaf in self._tree_leaves.items() if isinstance(leaf, TensorRef)}
+        refs = {fqn: leaf.fqn for fqn, leaf in self._saved_leaves.items() if isinstance(leaf, TensorRef)}
         return saved | {leaf: records[fqn] for leaf, fqn in refs.items() if fqn in by_content}
 
     def _select_tensors(self) -> dict[str, StoredTensor]:
@@ -204,9 +204,11 @@ class CheckpointView:
         return any(not each or is_at_or_below(name, {each}) or is_at_or_below(each, {name}) for each in self._trees_at)
 
     @cached_property
-    def plain(self) -> dict[str, Any]:
-        """Leaves of plain data that are not left out, by state FQN; `RankMissing` where this rank has no value."""
-        return self._tree_leaves if self._is_as_saved else self._renamed(self._tree_leaves)
+    def tree_leaves(self) -> dict[str, Any]:
+        """Leaves of the trees that are not left out, by state FQN; a TensorRef for a tensor in data files, RankMissing
+        where this rank has no value. Raises CheckpointMismatchError (conflict) if two get one name.
+        """
+        return self._saved_leaves if self._is_as_saved else self._renamed(self._saved_leaves)
 
     @property
     def moment(self) -> str:
@@ -280,7 +282,7 @@ class CheckpointView:
     @cached_property
     def _sources(self) -> dict[str, str]:
         """State FQN -> checkpoint FQN of every leaf of plain data."""
-        return self._by_new_name(self._tree_leaves, self.takes)
+        return self._by_new_name(self._saved_leaves, self.takes)
 
     def _by_new_name(self, fqns: Iterable[str], is_taken: Callable[[str], bool]) -> dict[str, str]:
         """Returns checkpoint FQNs by state FQN; of two that get one name, the one for which `is_taken` is True."""
@@ -298,7 +300,7 @@ class CheckpointView:
 
     @cached_property
     def _missing(self) -> dict[str, RankMissing]:
-        return {name: value for name, value in self.plain.items() if isinstance(value, RankMissing)}
+        return {name: value for name, value in self.tree_leaves.items() if isinstance(value, RankMissing)}
 
     def _tree_at(self, fqn: str) -> Any:
         """Returns the part of the plain data at this checkpoint FQN, or None."""
@@ -324,14 +326,14 @@ class CheckpointView:
         """State FQNs of all that include and exclude leave out, except names that something else is renamed to."""
         if self.takes_all:
             return set()
-        left_out = {self.rename(fqn) for fqn in [*self.saved, *self._tree_leaves] if not self.takes(fqn)}
+        left_out = {self.rename(fqn) for fqn in [*self.saved, *self._saved_leaves] if not self.takes(fqn)}
         return left_out.difference(self._known)
 
     @cached_property
     def _known(self) -> dict[str, None]:
         """Keys: state FQNs of all tensors and plain data that include and exclude let through."""
         if self.tensor_dicts.keys() < {*self._manifest.objects, *self._manifest.rank_objects}:
-            return dict.fromkeys(chain(self.tensors, self.plain))
+            return dict.fromkeys(chain(self.tensors, self.tree_leaves))
         return dict.fromkeys(chain(self.tensors, *(refs.values() for refs in self.tensor_dicts.values())))
 
     @cached_property
@@ -348,7 +350,7 @@ class CheckpointView:
     def own_names(self) -> list[str]:
         """Sorted state FQNs of tensors and leaves in values that each rank saved for itself: they may differ."""
         roots = set(self._manifest.rank_objects)
-        names = [*self.saved, *self._tree_leaves] if roots else []
+        names = [*self.saved, *self._saved_leaves] if roots else []
         return sorted({self.rename(fqn) for fqn in names if is_at_or_below(fqn, roots) and self.takes(fqn)})
 
     @cached_property
@@ -379,7 +381,7 @@ class CheckpointView:
         return [*self.common_names, *self.own_names]
 
     @cached_property
-    def _tree_leaves(self) -> dict[str, Any]:
+    def _saved_leaves(self) -> dict[str, Any]:
         return dict(chain.from_iterable(leaves(tree, fqn).items() for fqn, tree in self.trees.items()))
 
 

@@ -76,7 +76,7 @@ class PlainEntry:
         facts = {fqn: value for fqn, value in others.items() if is_facts(fqn) and are_facts(value)}
         refused = refusals(values if facts else {}, checkpoint)
         # One look-up tells whether a leaf is a plain tensor here and in the checkpoint: nearly all of a state is.
-        simple = {} if facts or not checkpoint.takes_all else checkpoint.plain
+        simple = {} if facts or not checkpoint.takes_all else checkpoint.tree_leaves
         expectation = Expectation(shards.found, set(facts), refused.problems, skipped=self._skipped)
         tensors: list[tuple[str, torch.Tensor]] = []
         if simple and not others and {TensorRef}.issuperset(map(type, map(simple.get, values))):
@@ -93,7 +93,7 @@ class PlainEntry:
                 missing = checkpoint.missing_at(fqn)
                 expectation.claims.update([] if missing is None else [missing[0]])
                 continue
-            is_stored_tensor = type(value) in PLAIN_TENSORS and type(checkpoint.plain.get(fqn)) is TensorRef
+            is_stored_tensor = type(value) in PLAIN_TENSORS and type(checkpoint.tree_leaves.get(fqn)) is TensorRef
             if is_stored_tensor or not self._expects_other(fqn, value, checkpoint, expectation):
                 tensors.append((fqn, value))
         shards.add_all(tensors)
@@ -113,7 +113,7 @@ class PlainEntry:
         elif missing is not None:
             expectation.problems.append(rank_missing(fqn, missing[1].num_saved))
             expectation.claims.add(missing[0])
-        elif isinstance(value, torch.Tensor) and not isinstance(checkpoint.plain.get(fqn), torch.Tensor):
+        elif isinstance(value, torch.Tensor) and not isinstance(checkpoint.tree_leaves.get(fqn), torch.Tensor):
             return False
         else:
             expectation.problems.extend(_problems(fqn, value, checkpoint))
@@ -136,18 +136,19 @@ class PlainEntry:
                 continue
             adopted = _adopted(value, fqn, checkpoint)
             if adopted is not None:
-                left_out = self._adopted.left_out(adopted, checkpoint)  # first, because `filled` changes the tree
+                # First, because `filled` changes the tree.
+                partial_subclasses = self._adopted.left_out(adopted, checkpoint)
                 filled = self._adopted.filled(adopted, {}, checkpoint)
                 if isinstance(filled, torch.Tensor):  # a subclass stood there
                     new[fqn] = filled
                 elif isinstance(filled, list):
                     value[:] = filled
                 elif filled is not ABSENT:
-                    value.update(_taken(filled, adopted.fqn, checkpoint, left_out))
+                    value.update(_taken(filled, adopted.fqn, checkpoint, partial_subclasses))
             elif fqn in checkpoint.tensors or _problems(fqn, value, checkpoint):
                 continue
-            elif not _filled_in_place(value, checkpoint.plain[fqn]):
-                new[fqn] = checkpoint.plain[fqn]
+            elif not _filled_in_place(value, checkpoint.tree_leaves[fqn]):
+                new[fqn] = checkpoint.tree_leaves[fqn]
         if new:
             self._assign(with_leaves(self._value, self.fqn, new))
 
@@ -169,19 +170,19 @@ def _adopted(value: Any, fqn: str, checkpoint: CheckpointView) -> StoredTree | N
     does; None for other values.
     """
     kind = dict if isinstance(value, dict) else list
-    is_empty = kind is dict or (type(value) is list and not value and fqn not in checkpoint.plain)
+    is_empty = kind is dict or (type(value) is list and not value and fqn not in checkpoint.tree_leaves)
     found = checkpoint.subtree(fqn) if is_empty else None
     return found if found is not None and isinstance(found.tree, kind) else None
 
 
 def _problems(fqn: str, value: Any, checkpoint: CheckpointView) -> list[Problem]:
     """Returns why the plain data of this FQN, small tensors included, cannot take the place of a value."""
-    found = checkpoint.plain.get(fqn)
+    found = checkpoint.tree_leaves.get(fqn)
     if isinstance(found, RankMissing):
         return missing_in({fqn: found})
     if fqn in checkpoint.tensors or isinstance(found, TensorRef):
         return [Problem("missing_key", fqn, f"{fqn}: a tensor in the checkpoint, plain data in the state")]
-    if fqn not in checkpoint.plain:
+    if fqn not in checkpoint.tree_leaves:
         return [not_stored(fqn)]
     if not isinstance(found, torch.Tensor) or not isinstance(value, torch.Tensor):
         return []
@@ -195,15 +196,19 @@ def _problems(fqn: str, value: Any, checkpoint: CheckpointView) -> list[Problem]
     return []
 
 
-def _taken(tree: dict[Any, Any], fqn: str, checkpoint: CheckpointView, left_out: Collection[str]) -> dict[Any, Any]:
-    """Returns the dict without what include and exclude leave out, and without what this rank has no value for."""
+def _taken(
+    tree: dict[Any, Any], fqn: str, checkpoint: CheckpointView, partial_subclasses: Collection[str]
+) -> dict[Any, Any]:
+    """Returns the dict without what include and exclude leave out, the subclasses in `partial_subclasses` (see
+    `TreeTarget.left_out`) included, and without what this rank has no value for.
+    """
     taken = {}
     for key, item in tree.items():
         child = join_fqn(fqn, key)
         names = map(checkpoint.rename, filter(checkpoint.takes, leaves(item, child)))
-        is_any = any(not isinstance(checkpoint.plain.get(name), RankMissing) for name in names)
-        if is_any and child not in left_out:
-            taken[key] = _taken(item, child, checkpoint, left_out) if type(item) is dict else item
+        is_any = any(not isinstance(checkpoint.tree_leaves.get(name), RankMissing) for name in names)
+        if is_any and child not in partial_subclasses:
+            taken[key] = _taken(item, child, checkpoint, partial_subclasses) if type(item) is dict else item
     return taken
 
 

@@ -110,7 +110,7 @@ def _match_shards(match: Match, shards: TargetShards, stored: CheckpointView, *,
             match.skipped.add(fqn)
             continue
         if found is None:
-            is_plain = fqn in stored.plain
+            is_plain = fqn in stored.tree_leaves
             text = f"{fqn}: plain data in the checkpoint, a tensor in the state"
             match.problems.append(Problem("missing_key", fqn, text) if is_plain else not_stored(fqn))
             continue

@@ -93,7 +93,7 @@ def merge_findings(
         unexpected=[fqn for fqn in stored.own_names if fqn not in match.claims and is_at_or_below(fqn, top_level)],
         fqns_digest=xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(fqns)),
         unused=stored.unused_rules,
-        fills=bool(match.shards) or not (match.claims - match.skipped).isdisjoint(stored.plain),
+        fills=bool(match.shards) or not (match.claims - match.skipped).isdisjoint(stored.tree_leaves),
         has_places=bool(match.claims or match.skipped or match.problems or not top_level),
         is_all_skipped=bool(match.skipped) and not match.shards,
         other_name=other_name,

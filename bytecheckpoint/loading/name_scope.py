@@ -191,7 +191,7 @@ def _counts(matched: Matched, below: str) -> tuple[int, int, int]:
     """Returns three numbers: of shards, of problems, and of the shards and plain data that are filled at or below a
     name. The last is 1 for the name "".
     """
-    match, plain = matched.match, matched.stored.plain
+    match, plain = matched.match, matched.stored.tree_leaves
     fqns = TargetShards.of(match.shards).fqns
     filled = [*fqns, *filter(plain.__contains__, match.claims)] if below else ()
     num_named = sum(is_at_or_below(fqn, {below}) for fqn in filled) if below else 1

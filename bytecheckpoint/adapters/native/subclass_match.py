@@ -91,7 +91,7 @@ def _part_problem(fqn: str, own: Any, checkpoint: CheckpointView, other_names: S
     name = next((name for name in (fqn, *other_names) if name in checkpoint.tensors), fqn)
     found = checkpoint.tensors.get(name)
     if found is None:
-        inline = checkpoint.plain.get(fqn)
+        inline = checkpoint.tree_leaves.get(fqn)
         if isinstance(inline, torch.Tensor):
             found = StoredTensor(fqn, dtype_name(inline.dtype), tuple(inline.shape))
     if found is None:
@@ -124,8 +124,8 @@ def _facts_problems(own: Mapping[str, Any], checkpoint: CheckpointView, tied: Ma
         names.setdefault(f"{owner}.{FACTS}", []).append(fqn)
     problems: list[Problem] = []
     for group in names.values():
-        found = [fqn for fqn in group if fqn in checkpoint.plain]
-        for fqn, why in ((fqn, difference(own[fqn], checkpoint.plain[fqn])) for fqn in found):
+        found = [fqn for fqn in group if fqn in checkpoint.tree_leaves]
+        for fqn, why in ((fqn, difference(own[fqn], checkpoint.tree_leaves[fqn])) for fqn in found):
             if why is not None:
                 text = f"{outer_fqn(fqn)}: tensor subclasses that differ: {why}"
                 problems.append(Problem("conflict", fqn, text))

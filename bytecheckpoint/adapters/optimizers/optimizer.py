@@ -171,7 +171,9 @@ class OptimizerEntry:
         for names in self._optimized.all_names():
             claims.update(stored.claims(names))
         for names in () if checkpoint.takes_all else filter(stored.is_excluded, self._optimized.all_names()):
-            skipped.update(fqn for fqn in stored.claims(names) if fqn in checkpoint.tensors or fqn in checkpoint.plain)
+            skipped.update(
+                fqn for fqn in stored.claims(names) if fqn in checkpoint.tensors or fqn in checkpoint.tree_leaves
+            )
         clashing = list(chain.from_iterable(self._clashing(stored).values()))
         if clashing:
             kinds = {type(optimizer).__name__ for optimizer in self.optimizers}
