@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from bytecheckpoint.errors import CheckpointError, and_more
-from bytecheckpoint.memory_tier.flush import EndedJob, age_s, ended_jobs, remove_job
+from bytecheckpoint.memory_tier.flush import JobInMemory, age_s, jobs_in_memory, remove_job
 from bytecheckpoint.memory_tier.job_location import location_of
 from bytecheckpoint.storage import garbage, layout, stage_folder
 from bytecheckpoint.storage.garbage import Garbage, GarbageObject
@@ -144,14 +144,17 @@ def gc(
 def collect_memory(
     roots: Sequence[str], location: str | None, min_age_s: float, *, is_real: bool, as_json: bool
 ) -> int:
-    """Prints the memory of jobs; with `is_real`, removes that of jobs without a living process whose memory has not
-    changed for `min_age_s`.
+    """Prints what jobs, also running ones, hold in the memory roots `roots` of this host: the job that saves to
+    `location`, or all for None. With `is_real`, removes the memory of jobs without a living process whose memory has
+    not changed for `min_age_s`.
 
-    Returns the exit code: STORAGE if a process has taken one of these jobs meanwhile.
+    Returns the exit code: STORAGE if a process, of the job or one that flushes or removes it, has taken one of these
+    jobs meanwhile.
     """
-    jobs = [(job, _state(job, min_age_s, is_real=is_real)) for job in ended_jobs(roots, location)]
+    jobs = [(job, _state(job, min_age_s, is_real=is_real)) for job in jobs_in_memory(roots, location)]
     kept = [job.path for job, state in jobs if state == _TAKEN]
-    failures = [f"{path} has been taken by a process meanwhile, and was left alone" for path in kept]
+    by = "a process of its job, a flush or another gc"
+    failures = [f"{path} has been taken by {by} meanwhile, and was left alone" for path in kept]
     code = exit_codes.STORAGE if failures else exit_codes.FINE
     if as_json:
         shown = [{**job._asdict(), "is_dead": state not in _ALIVE, "state": state} for job, state in jobs]
@@ -168,7 +171,7 @@ def collect_memory(
     return code
 
 
-def _state(job: EndedJob, min_age_s: float, *, is_real: bool) -> str:
+def _state(job: JobInMemory, min_age_s: float, *, is_real: bool) -> str:
     """Returns the state of a job's memory, after its removal if it is dead and `is_real`."""
     if job.num_living:
         return "lives"

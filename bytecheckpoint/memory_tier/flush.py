@@ -77,7 +77,7 @@ class FlushedStep(NamedTuple):
     """Data files that are neither here nor at the path."""
 
 
-class EndedJob(NamedTuple):
+class JobInMemory(NamedTuple):
     """The memory of one job, which may still run. `path` is the job's folder in a memory root."""
 
     location: str
@@ -264,7 +264,7 @@ def _block_name(save_id: str, member: ParityMember) -> str:
     return f"{layout.DATA_FOLDER}/{save_id}{_BLOCK}{member.host}"
 
 
-def ended_jobs(roots: Sequence[str], location: str | None) -> list[EndedJob]:
+def jobs_in_memory(roots: Sequence[str], location: str | None) -> list[JobInMemory]:
     """Returns the memory of every job in these roots, also of running jobs; with `location`, of that job only."""
     found = []
     for root in roots:
@@ -273,7 +273,7 @@ def ended_jobs(roots: Sequence[str], location: str | None) -> list[EndedJob]:
                 slots = [*slot_file.scan(job.slots), *scan_copies(job, "copies"), *scan_copies(job, "parity")]
                 changed_s = max(os.stat(path).st_mtime for path in (job.versions, job.slots))  # noqa: PTH116
                 found.append(
-                    EndedJob(
+                    JobInMemory(
                         description.location,
                         job.path,
                         len(slots),
@@ -287,7 +287,7 @@ def ended_jobs(roots: Sequence[str], location: str | None) -> list[EndedJob]:
 
 def remove_job(root: str, path: str) -> Literal["removed", "gone", "lives"]:
     """Frees the memory of the job in the folder `path`. Returns "gone" if it is not there, and "lives" if a process of
-    the job lives, or another one removes it at this moment: then it is left alone.
+    the job lives, or another one flushes or removes it at this moment: then it is left alone.
     """
     found = next((each for each in find_jobs(root) if each[0].path == path), None)
     if found is None:
@@ -340,6 +340,6 @@ def _sizes(store: Store, folder: str) -> dict[str, int | None]:
     return {f"{layout.DATA_FOLDER}/{name}": size for name, size in names.items()}
 
 
-def age_s(job: EndedJob) -> float:
+def age_s(job: JobInMemory) -> float:
     """Returns the seconds since the last change of a job's memory."""
     return time.time() - job.changed_s

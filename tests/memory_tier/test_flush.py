@@ -15,7 +15,7 @@ from forked_python import forked_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint.memory_tier import flush
-from bytecheckpoint.memory_tier.flush import ended_jobs
+from bytecheckpoint.memory_tier.flush import jobs_in_memory
 from bytecheckpoint.storage.memory_root import slot_file
 from bytecheckpoint.storage.memory_root.job_folder import JobFolder, find_jobs
 from bytecheckpoint.storage.memory_root.version_files import read_versions
@@ -191,8 +191,8 @@ def test_gc_says_what_a_process_has_taken_since_it_was_listed(
     killed: tuple[str, str], monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...]
 ) -> None:
     root, memory = killed
-    listed = ended_jobs([memory], None)
-    monkeypatch.setattr(gc_command, "ended_jobs", lambda *_: listed)
+    listed = jobs_in_memory([memory], None)
+    monkeypatch.setattr(gc_command, "jobs_in_memory", lambda *_: listed)
     arguments = ("gc", root, "--memory", "--memory-root", memory, "--older-than", "0h", "--delete", *option)
     taker = subprocess.Popen([sys.executable, "-c", _TAKES, memory], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with taker:
@@ -203,7 +203,7 @@ def test_gc_says_what_a_process_has_taken_since_it_was_listed(
     if option:
         said = json.loads(done.output)
         assert (said["deleted"], said["jobs"][0]["state"]) == (False, "taken meanwhile")
-        assert "taken by a process" in said["failures"][0]
+        assert "taken by a process of its job, a flush or another gc meanwhile" in said["failures"][0]
     else:
         assert "0 ended jobs, 0 B, removed" in done.output
         assert "(taken meanwhile)" in done.output
@@ -214,8 +214,8 @@ def test_gc_does_not_fail_for_memory_that_another_gc_has_removed(
     killed: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, memory = killed
-    listed = ended_jobs([memory], None)
-    monkeypatch.setattr(gc_command, "ended_jobs", lambda *_: listed)
+    listed = jobs_in_memory([memory], None)
+    monkeypatch.setattr(gc_command, "jobs_in_memory", lambda *_: listed)
     arguments = ("gc", root, "--memory", "--memory-root", memory, "--older-than", "0h", "--delete")
     assert "1 ended job," in bcp_(*arguments).output
     again = bcp_(*arguments)
