@@ -208,10 +208,12 @@ class _PlainWalk:
         self.extra: dict[str, Any] | None = None
         """Extra state of modules by FQN; None if it stays where it is."""
 
-    def plain(self, value: Any, fqn: str, depth: int) -> Any:
-        """Returns the value as plain data, with TensorRefs for tensors; `depth` more levels of nesting are allowed."""
+    def plain(self, value: Any, fqn: str, levels_left: int) -> Any:
+        """Returns the value as plain data, with TensorRefs for tensors; `levels_left` of nesting are still allowed, its
+        own included.
+        """
         self._count(1, len(fqn))
-        if depth == 0:
+        if levels_left == 0:
             raise too_much(self._path, f"its plain data is nested more than {MAX_DEPTH} deep")
         match value:
             case StoredView():
@@ -222,7 +224,7 @@ class _PlainWalk:
                     self._renamed[value.fqn] = fqn
                 return TensorRef(fqn)
             case Instance():
-                return self._dict(value.fields, fqn, depth)
+                return self._dict(value.fields, fqn, levels_left)
             case PickledArray():
                 return self._atom(value.array)
             case PickledDtype():
@@ -230,9 +232,9 @@ class _PlainWalk:
             case ByteStream():
                 return self._atom(value.content)
             case dict():
-                return self._dict(value, fqn, depth)
+                return self._dict(value, fqn, levels_left)
         if type(value) in {list, tuple, set, frozenset}:
-            return self._sequence(value, fqn, depth)
+            return self._sequence(value, fqn, levels_left)
         if type(value) in _ATOMS or isinstance(value, np.generic | np.ndarray):
             return self._atom(value)
         if isinstance(value, StorageRef):
@@ -250,26 +252,26 @@ class _PlainWalk:
             what = f"of more than {MAX_VALUES} values, or {MAX_VALUES * _BYTES_A_VALUE} bytes"
             raise too_much(self._path, f"its plain data is {what}")
 
-    def _sequence(self, value: Collection[Any], fqn: str, depth: int) -> Any:
-        if depth > 1 and _ATOMS.issuperset(map(type, value)):
+    def _sequence(self, value: Collection[Any], fqn: str, levels_left: int) -> Any:
+        if levels_left > 1 and _ATOMS.issuperset(map(type, value)):
             self._count(len(value) // _ATOMS_A_VALUE, sum(map(_num_bytes, value)))
             return value if type(value) in {list, tuple} else list(value)
-        items = [self.plain(item, join_fqn(fqn, index), depth - 1) for index, item in enumerate(value)]
+        items = [self.plain(item, join_fqn(fqn, index), levels_left - 1) for index, item in enumerate(value)]
         return tuple(items) if type(value) is tuple else items
 
-    def _dict(self, value: Mapping[Any, Any], fqn: str, depth: int) -> Any:
+    def _dict(self, value: Mapping[Any, Any], fqn: str, levels_left: int) -> Any:
         optimizer = as_saved_here(value)
         if optimizer is not None:
-            return without_tensors(self._items(optimizer, fqn, depth))
-        return self._items(value, fqn, depth)
+            return without_tensors(self._items(optimizer, fqn, levels_left))
+        return self._items(value, fqn, levels_left)
 
-    def _items(self, value: Mapping[Any, Any], fqn: str, depth: int) -> dict[Any, Any]:
+    def _items(self, value: Mapping[Any, Any], fqn: str, levels_left: int) -> dict[Any, Any]:
         kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
         for key, item in value.items():
             is_kept = type(key) is str or (type(key) is int and key in INT64)
             name = key if is_kept else str(key)
             child = join_fqn(fqn, name)
-            found = self.plain(item, child, depth - 1)
+            found = self.plain(item, child, levels_left - 1)
             if self.extra is not None and is_extra_state(child):
                 self.extra[child] = found
             elif name in kept:  # as of the keys None and "None"

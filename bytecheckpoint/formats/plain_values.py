@@ -39,7 +39,7 @@ class _RecordLeaves:
     def encode_tensor(self, fqn: str, tensor: Any) -> Ext:
         raise NotImplementedError
 
-    def encode_other(self, value: Any, fqn: str, _depth: int) -> Ext:
+    def encode_other(self, value: Any, fqn: str, _levels_left: int) -> Ext:
         if isinstance(value, DtypeName):
             return wire.ext(wire.DTYPE, value.name)
         if isinstance(value, SizeValue):

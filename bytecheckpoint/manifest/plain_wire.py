@@ -45,8 +45,10 @@ class LeafEncoder(Protocol):
 
     def encode_tensor(self, fqn: str, tensor: Any) -> Ext: ...
 
-    def encode_other(self, value: Any, fqn: str, depth: int) -> Any:
-        """Returns the msgpack value that represents any other value. Raises CheckpointSaveError (unsupported_value)."""
+    def encode_other(self, value: Any, fqn: str, levels_left: int) -> Any:
+        """Returns the msgpack value that represents any other value; `levels_left` of nesting are still allowed, its
+        own included. Raises CheckpointSaveError (unsupported_value).
+        """
 
 
 def encode_tree(value: Any, fqn: str, leaves: LeafEncoder) -> bytes:
@@ -66,9 +68,9 @@ def ext(code: int, content: Any) -> Ext:
     return Ext(code, encode(content))
 
 
-def to_wire(value: Any, fqn: str, leaves: LeafEncoder, depth: int) -> Any:
-    """Returns the msgpack value for a value at this FQN; `depth` levels of nesting are allowed, its own included."""
-    if depth == 0:
+def to_wire(value: Any, fqn: str, leaves: LeafEncoder, levels_left: int) -> Any:
+    """Returns the msgpack value for a value at this FQN; `levels_left` of nesting are allowed, its own included."""
+    if levels_left == 0:
         raise too_deep(fqn)
     kind = type(value)
     if kind in WRITTEN_AS_THEY_ARE:
@@ -83,17 +85,17 @@ def to_wire(value: Any, fqn: str, leaves: LeafEncoder, depth: int) -> Any:
         return ext(REF, value.fqn)
     if kind in (list, tuple):
         items = value
-        if depth == 1 or not _are_written_as_they_are(value):
-            items = [to_wire(item, join_fqn(fqn, index), leaves, depth - 1) for index, item in enumerate(value)]
+        if levels_left == 1 or not _are_written_as_they_are(value):
+            items = [to_wire(item, join_fqn(fqn, index), leaves, levels_left - 1) for index, item in enumerate(value)]
         return items if kind is list else ext(TUPLE, items)
     if kind in (dict, OrderedDict, Counter):
-        return dict_to_wire(value, fqn, leaves, depth)
+        return dict_to_wire(value, fqn, leaves, levels_left)
     if kind is complex:
         return Ext(COMPLEX, struct.pack("<dd", value.real, value.imag))
     if _is_plain_array(value):
         content = [value.dtype.str, list(value.shape), _content_of_array(value)]
         return ext(ARRAY if isinstance(value, np.ndarray) else SCALAR, content)
-    return leaves.encode_other(value, fqn, depth)
+    return leaves.encode_other(value, fqn, levels_left)
 
 
 def _are_written_as_they_are(items: Sequence[Any]) -> bool:
@@ -101,23 +103,24 @@ def _are_written_as_they_are(items: Sequence[Any]) -> bool:
     return kinds <= WRITTEN_AS_THEY_ARE or (kinds == {int} and min(items) in INT64 and max(items) in INT64)
 
 
-def dict_to_wire(value: Mapping[Any, Any], fqn: str, leaves: LeafEncoder, depth: int) -> Any:
+def dict_to_wire(value: Mapping[Any, Any], fqn: str, leaves: LeafEncoder, levels_left: int) -> Any:
     has_names = set(map(type, value)) <= {str}
     if not (has_names and "".join(value).isascii()):
         for key in value:
             check_key(key, fqn)
-    if has_names and type(value) is dict and depth > 1 and WRITTEN_AS_THEY_ARE.issuperset(map(type, value.values())):
+    is_named_dict = has_names and type(value) is dict
+    if is_named_dict and levels_left > 1 and WRITTEN_AS_THEY_ARE.issuperset(map(type, value.values())):
         return value
     prefix = f"{fqn}." if fqn else ""
-    if has_names and type(value) is dict:
+    if is_named_dict:
         tensor_types = leaves.tensor_types
         return {
             key: leaves.encode_tensor(f"{prefix}{key}", item)
-            if type(item) in tensor_types and depth > 1  # most of a state: told from the rest by one look
-            else to_wire(item, f"{prefix}{key}", leaves, depth - 1)
+            if type(item) in tensor_types and levels_left > 1  # most of a state: told from the rest by one look
+            else to_wire(item, f"{prefix}{key}", leaves, levels_left - 1)
             for key, item in value.items()
         }
-    pairs = [(key, to_wire(item, f"{prefix}{key}", leaves, depth - 1)) for key, item in value.items()]
+    pairs = [(key, to_wire(item, f"{prefix}{key}", leaves, levels_left - 1)) for key, item in value.items()]
     return ext(PAIRS if type(value) is dict else ORDERED if type(value) is OrderedDict else COUNTER, pairs)
 
 

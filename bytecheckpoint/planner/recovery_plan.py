@@ -80,7 +80,7 @@ class RecoveryVerdict(msgspec.Struct, frozen=True, array_like=True):
     """The outcome, as in `RecoveredSave`."""
     what: str
     """The reason for the outcome, as text."""
-    may_arrive: bool
+    manifest_may_arrive: bool
     """True if its manifest may have been sent without an answer, and may still be committed: its files have to stay."""
     superseded_by: str = ""
     """Id of the later save that is finished in its place; if that proves to be damaged, this one is still wanted."""
@@ -149,15 +149,18 @@ class _Save:
         self._here = {name for part in parts for name in part.here}
 
     def verdict(self, *, claimed_by: str, is_busy: bool) -> RecoveryVerdict:
+        """Returns the verdict. `claimed_by` is the id of the later save that is finished in this folder, empty if there
+        is none; `is_busy` is True if a living process saves to the folder.
+        """
         first = self._parts[0]
         outcome, what = self._outcome(is_claimed=bool(claimed_by), is_busy=is_busy)
         superseded_by = claimed_by if what == _SUPERSEDED else ""
-        may_arrive = self._may_arrive()
+        may_arrive = self._manifest_may_arrive()
         if outcome == "removed" and may_arrive and self._target.save_id != first.save_id:
             what = f"{what}; {_LEFT_TO_CLEAN_UP}"
         return RecoveryVerdict(first.save_id, first.folder, first.step, outcome, what, may_arrive, superseded_by)
 
-    def _may_arrive(self) -> bool:
+    def _manifest_may_arrive(self) -> bool:
         """Returns True if the manifest may have been sent already: no save sends it before all data is at the path."""
         if self._with_manifest is not None:
             needed = self._with_manifest.needed or {}

@@ -304,7 +304,7 @@ def _clean_up(store: Store, verdicts: Sequence[RecoveryVerdict]) -> None:
         if verdict.outcome != "under_way":
             deletion.discard(store, folder, [layout.recovery_name(save_id)])
         # Hazard: the request for a manifest may have had no answer and still arrive, after its data was deleted.
-        if verdict.outcome != "removed" or verdict.may_arrive:
+        if verdict.outcome != "removed" or verdict.manifest_may_arrive:
             continue
         with suppress(CheckpointError):
             is_committed = layout.committed_save_id(store, folder) == save_id

@@ -96,8 +96,8 @@ def test_without_the_manifest_it_depends_on_whether_rank_0_is_seen() -> None:
 def may_arrive(*parts: StagedPart, there: TargetFolder) -> bool:
     (verdict,) = plan_recovery([parts], {"step_00000001": there}).verdicts
     assert verdict.outcome == "removed"
-    assert ("left to `bcp gc`" in verdict.what) == verdict.may_arrive
-    return verdict.may_arrive
+    assert ("left to `bcp gc`" in verdict.what) == verdict.manifest_may_arrive
+    return verdict.manifest_may_arrive
 
 
 def test_the_data_of_a_save_stays_that_may_have_sent_its_manifest() -> None:

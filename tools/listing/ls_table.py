@@ -138,7 +138,7 @@ class ListTable(NamedTuple):
     def of(cls, found: Sequence[ListedCheckpoint], names: Sequence[str], *, run: str) -> ListTable:
         """Returns the named columns, or the usual ones for the checkpoints of a run. Raises as `sort_rows` does."""
         if names:
-            return cls(list(_important_first([_column(found, name) for name in names])), MetricColumns.of([]))
+            return cls(list(_with_drop_order([_column(found, name) for name in names])), MetricColumns.of([]))
         metrics = MetricColumns.of([item.metrics for item in found if item.run == run])
         of_metrics = [_metric_column(name, column) for name, column in zip(metrics.names, metrics.columns, strict=True)]
         return cls([*_BEFORE_METRICS.values(), *of_metrics, *_AFTER_METRICS.values()], metrics)
@@ -151,7 +151,7 @@ class ListTable(NamedTuple):
         self.metrics.print_rest(screen)
 
 
-def _important_first(columns: Sequence[ListColumn]) -> Iterator[ListColumn]:
+def _with_drop_order(columns: Sequence[ListColumn]) -> Iterator[ListColumn]:
     """Yields columns that were asked for: the last of them leaves a narrow window first, and the first one stays."""
     for number, list_column in enumerate(columns):
         yield list_column._replace(column=list_column.column._replace(drop=len(columns) - number if number else 0))

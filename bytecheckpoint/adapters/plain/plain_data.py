@@ -96,10 +96,10 @@ class _TorchLeaves:
             return Ext(wire.REF, encode(found or fqn))
         return wire.ext(wire.TENSOR, [dtype_name(found.dtype), list(found.shape), bytes(_content(fqn, found))])
 
-    def encode_other(self, value: Any, fqn: str, depth: int) -> Any:
+    def encode_other(self, value: Any, fqn: str, levels_left: int) -> Any:
         if isinstance(value, torch.Tensor):
             if is_subclass(value):
-                return wire.dict_to_wire(parts_of(fqn, value), fqn, self, depth)
+                return wire.dict_to_wire(parts_of(fqn, value), fqn, self, levels_left)
             return self.encode_tensor(fqn, value)
         if isinstance(value, torch.Size):
             return wire.ext(wire.SIZE, list(value))
