@@ -273,7 +273,7 @@ def read_whole(
 def plain_part(value: Any, views: Sequence[Any]) -> Any:
     """Returns a nested state without the tensors in its dicts, and without dicts that held only tensors; None if
     nothing is left. Lists and tuples keep their length: the view of a tensor takes its place, None that of a dict which
-    held only tensors.
+    held only tensors. `views` are by `TensorStub.number`, those of tensors in dicts included; tied weights share one.
     """
     if isinstance(value, TensorStub):
         return views[value.number]

@@ -55,6 +55,8 @@ class StatefulEntry:
         self._shown: Any = None
         """Result of the object's state_dict(), read once for a load; None before that."""
         self._current: dict[str, Any] = {}
+        """Leaves of the object's state_dict(), plain data too, by state FQN, without those of tensor subclasses that
+        the load replaces; empty before `expect`."""
 
     def optimizer_forms(self) -> Mapping[str, Form]:
         """Returns, by state FQN, the form of each optimizer state in the object's state_dict(): nested or flat, as

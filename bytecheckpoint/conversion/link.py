@@ -81,7 +81,9 @@ def with_samples(store: Store, folder: str, manifest: Manifest, *, threads: int)
 
 
 def write_link(store: Store, manifest: Manifest, *, overwrite: bool) -> int:
-    """Commits the manifest and returns its length in bytes. Raises the errors of `layout.commit`."""
+    """Commits the manifest and returns its length in bytes. Raises the errors of `encode_manifest`, `decode_manifest`
+    and `layout.commit`.
+    """
     content = encode_manifest(manifest)
     decode_manifest(content)  # a manifest that no reader would accept is never written
     layout.commit(store, "", content, replace=overwrite)

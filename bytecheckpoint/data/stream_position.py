@@ -55,7 +55,7 @@ class StreamPosition:
 
 
 def tree_of(position: StreamPosition, source: str) -> dict[str, Any]:
-    """Returns the state of a stream as plain data; `source` says what it is read from."""
+    """Returns the state of a stream as plain data. `source` names what it is read from; a load may refuse another."""
     tree = {
         "epoch": position.epoch,
         "position": position.position,

@@ -171,7 +171,7 @@ class Streams(IterableDataset[Any]):
         return replace(position, snapshot=None) if is_old and not carries_over(source) else position
 
     def start_states(self) -> dict[str, Any]:
-        """Returns the states of this rank's streams before their first samples."""
+        """Returns the states of this rank's streams at position 0 of epoch 0."""
         return {each: tree_of(StreamPosition(), source_name(self._sources[each])) for each in self._taken}
 
     def joining_state(self, stream_id: str, others: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class TrackedLoader:
         self._drop_iterator()
 
     def start_states(self) -> dict[str, Any]:
-        """Returns the states of this rank's streams before their first samples."""
+        """Returns the states of this rank's streams at position 0 of epoch 0."""
         return self._streams.start_states()
 
     def joining_state(self, stream_id: str, others: Mapping[str, Any]) -> dict[str, Any]:

@@ -351,7 +351,7 @@ class CheckpointManager:
     def restore_data(self, state: Mapping[str, Any] | None = None, *, step: int | None = None) -> int | None:
         """Loads the data loaders of the state alone, for loaders that were made anew while the weights stay. They go on
         after `step`, by default the newest that is logged or committed. Returns that step; None, with the loaders left
-        as they are, if there is no such step. All ranks call it together.
+        as they are, if `step` is None and there is none. All ranks call it together.
 
         Raises what `load` raises; CheckpointNotFoundError if `step` is neither logged nor committed.
         """

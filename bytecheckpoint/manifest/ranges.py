@@ -30,7 +30,7 @@ class FlatParts(Sequence[FlatPart]):
     """Flat parts as rows of an array: a load may want 100,000 small tensors. Records are made on demand."""
 
     def __init__(self, rows: np.ndarray) -> None:
-        """A row has the fields of a FlatPart."""
+        """Takes an int64 array with a row for each part and a column for each field of FlatPart, in their order."""
         self.rows = rows
 
     def __len__(self) -> int:

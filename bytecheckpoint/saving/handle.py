@@ -186,7 +186,7 @@ class SaveProgress:
         return error
 
     def reach_local(self, info: LocalInfo) -> None:
-        """Ends the wait for the local stage: every rank's data is durable there."""
+        """Ends the wait of `SaveHandle.local`."""
         if self.local is not None:
             self.local.set_result(info)
 

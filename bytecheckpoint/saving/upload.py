@@ -145,7 +145,8 @@ def _write_to_stage(
         staged = msgspec.msgpack.decode(broadcast_or_discard(ranks, files, payload), type=_StagedSave)
     stage.is_recoverable = staged.is_recoverable
     if ranks.rank == COORDINATOR:
-        logger.info("data of %s is durable on the local disks after %.2f s", target.path, timer.total)
+        text = "data of %s is durable, on the local disks or, where one has no room, at the path, after %.2f s"
+        logger.info(text, target.path, timer.total)
     return staged, content, reports
 
 

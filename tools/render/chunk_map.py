@@ -78,7 +78,8 @@ def _pick_axes(offsets: np.ndarray) -> Axes:
 
 def _fields(boxes: np.ndarray, length: int, num_fields: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns for each box its first field and the one after its last, along a dimension of `length` elements: the
-    fields whose middle the box holds. The middle of field f is element (2f + 1) * length // (2 * num_fields).
+    fields whose middle the box holds. A row of `boxes` is start and length along that dimension. The middle of field f
+    is element (2f + 1) * length // (2 * num_fields).
     """
     starts, ends = boxes[:, 0], boxes[:, 0] + boxes[:, 1]
     # In float64, because the product of two lengths may not fit an int64; a field more or less does not matter there.

@@ -41,8 +41,8 @@ class RankStates:
         return [[rank_id(rank)] for rank in range(size)]
 
     def start_states(self) -> dict[str, Any] | None:
-        """Returns by stream id this rank's state before the first sample of the epoch that it is in; None if the state
-        is more than a count of samples.
+        """Returns by stream id this rank's state before the first sample of its present epoch, and not of epoch 0 as
+        `Streams` does; None if the state is more than a count of samples.
         """
         state = self._loader.state_dict()
         is_counted = isinstance(_progress_of(state), _RankPosition)

@@ -114,7 +114,9 @@ class StoredOptimizer:
         return any(map(is_facts, leaves(self._tree["state"], "")))
 
     def _source(self, name: str) -> str:
-        """Returns the checkpoint FQN of the parameter that was saved under this name."""
+        """Returns the checkpoint FQN of the parameter that was saved under this name: the name as it is if the
+        parameter was outside of the model, or the model in the checkpoint lacks it.
+        """
         in_model = join_fqn(MODEL_FQN, name)
         is_in_model = in_model in self._checkpoint.saved and name not in self._tree.get("outside_model", ())
         return in_model if is_in_model else name

@@ -32,7 +32,7 @@ class HostRanks:
     """The memory of this rank, and the memories of the other ranks of its host."""
 
     def __init__(self, rank: int, content: memoryview, own: OwnMemory | None = None) -> None:
-        """Without `own`, the `content` is memory of this rank alone."""
+        """`rank` is within the group. `content` is the memory of `own`; without `own` no other rank can open it."""
         self.rank = rank
         self.content = content
         self.others: dict[int, PeerMemory] = {}

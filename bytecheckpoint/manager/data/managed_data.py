@@ -94,8 +94,11 @@ class ManagedData:
         return logged_steps(store, folder) if folder is not None else []
 
     def restore(self, state: Mapping[str, Any] | None, step: int | None) -> int | None:
-        """Brings the loaders, and nothing else, to a logged step, or to the step of a checkpoint. Returns that step;
-        None if there is no such step, and then leaves the loaders as they are.
+        """Brings the loaders, and nothing else, to `step`, or without one to the newest step that is logged or
+        committed. Returns that step; None, with the loaders unchanged, if `step` is None and there is none.
+
+        Raises CheckpointNotFoundError if `step` is neither logged nor committed, and CheckpointMismatchError (conflict)
+        if a manager that only reads gets no `step`, the state has no loader, or a loader's position was not logged.
         """
         if self._log is None and step is None:
             raise CheckpointMismatchError(

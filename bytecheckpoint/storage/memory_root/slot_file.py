@@ -57,7 +57,7 @@ class SlotHeader(msgspec.Struct, frozen=True, array_like=True):
     of -1 marks bytes that are not a valid file."""
 
     def names(self) -> list[tuple[int, int]]:
-        """Returns rank and number in the name of each data file."""
+        """Returns rank and number in the name of each data file; rank -1 for bytes that are no valid file."""
         return self.files or [(self.rank, number) for number in range(len(self.lengths))]
 
 

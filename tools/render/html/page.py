@@ -159,7 +159,9 @@ def note(what: str) -> str:
 
 
 def note_of_rest(num_items: int, num_shown: int, after: str = "") -> str:
-    """Returns a note of how many items are left out, or nothing where all are shown."""
+    """Returns a note of how many items are left out, or nothing where all are shown. `after` is plain text that follows
+    "... and 5 more" at once, so it begins with a space.
+    """
     rest = rest_text(num_items, num_shown, "... ")
     return note(rest + after) if rest else ""
 
