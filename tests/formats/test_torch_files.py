@@ -460,6 +460,13 @@ def test_large_integers_and_keys_come_back(tmp_path: Path) -> None:
     assert objects == {f"a.{1 << 70}": 2, "a.-5": 3, "b": 1 << 8000}
 
 
+@pytest.mark.parametrize("num_bits", [8193, 8200])
+def test_an_integer_that_is_refused_is_given_by_its_length_in_bytes(tmp_path: Path, num_bits: int) -> None:
+    path = save({"a": 1 << (num_bits - 1)}, tmp_path)
+    with pytest.raises(bcp.CheckpointError, match="an integer of 1025 bytes, at most 1024 are read"):
+        bcp.open(path)
+
+
 def test_a_memo_of_billions_costs_nothing(tmp_path: Path) -> None:
     path = with_pickle(tmp_path, b"\x80\x02]r\xff\xff\xff\xff.")
     with pytest.raises(bcp.CheckpointCorruptError, match="at most 4194304 are read"):

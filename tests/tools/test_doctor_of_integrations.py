@@ -15,6 +15,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.info import INTEGRATION
 from bytecheckpoint.integrations.shared.mark import Name, marked
 from bytecheckpoint.tools.analysis.diagnosis.checkpoint_diagnosis import CheckpointDiagnosis, diagnose
+from bytecheckpoint.tools.analysis.diagnosis.integrations import resume_code
 
 LINES = {
     "accelerate": "load_state(accelerator, {path})",
@@ -56,6 +57,24 @@ def test_each_integration_has_a_line_with_which_a_run_goes_on(tmp_path: Path, na
 def test_a_step_of_verl_without_roles_is_its_own_folder(tmp_path: Path) -> None:
     (line,) = saved(tmp_path / "global_step_4", "verl").code[0].lines
     assert line.endswith(f"={tmp_path}/global_step_4")
+
+
+def test_a_role_of_verl_by_its_bare_name_has_the_step_in_the_folder_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl refuses a path without `global_step_`."""
+    folder = tmp_path / "global_step_4"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (line,) = saved(Path("actor"), "verl").code[0].lines
+    assert line.endswith(f"={folder}")
+
+
+@pytest.mark.parametrize(("path", "root"), [("run-3", "."), ("/run-3", "/"), ("/run-3/", "/"), ("a/run-3", "a")])
+def test_the_root_of_a_run_is_the_folder_above_the_checkpoint(tmp_path: Path, path: str, root: str) -> None:
+    saved(tmp_path, "megatron")
+    (code,) = resume_code(bcp.open(tmp_path).manifest, path, 3)
+    assert code.lines == [f"--load {root} --ckpt-step 3"]
 
 
 def test_weights_alone_and_other_marks_have_no_line_to_go_on_with(tmp_path: Path) -> None:

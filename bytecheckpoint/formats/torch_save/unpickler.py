@@ -241,7 +241,8 @@ class _Machine:
 
 def _checked_int(value: int) -> int:
     if value.bit_length() > 8 * _MAX_INT_BYTES:
-        raise PickleError(f"it has an integer of {value.bit_length() // 8} bytes, at most {_MAX_INT_BYTES} are read")
+        num_bytes = (value.bit_length() + 7) // 8
+        raise PickleError(f"it has an integer of {num_bytes} bytes, at most {_MAX_INT_BYTES} are read")
     return value
 
 

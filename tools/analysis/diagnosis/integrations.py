@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from bytecheckpoint.info import INTEGRATION
@@ -80,8 +81,11 @@ def resume_code(manifest: Manifest, path: str, step: int | None) -> list[LoadCod
     found = integration_of(manifest)
     if found is None or manifest.metadata.get("weights_only") or (step is None and "{step}" in found.line):
         return []
-    root, _, name = path.rstrip("/").rpartition("/")
+    above, slash, name = path.rstrip("/").rpartition("/")
+    root = above or slash or "."
     as_literal = shlex.quote if "options" in found.needs else quoted
-    places = {"path": path, "root": root or ".", "name": name, "step_folder": path if _IS_STEP(name) else root}
+    # verl takes no path without the name of the step in it.
+    step_folder = path if _IS_STEP(name) else str(Path.cwd()) if root == "." else root
+    places = {"path": path, "root": root, "name": name, "step_folder": step_folder}
     line = found.line.format(step=step, **{key: as_literal(place) for key, place in places.items()})
     return [LoadCode(f"go on in {found.title}", found.needs, [line], found.imports)]
