@@ -98,8 +98,13 @@ class Source:
 
     def showing(self, manifest: Manifest) -> Source:
         """Returns a source of the same checkpoint, with the names and shapes of this manifest."""
-        if manifest is self.manifest:
-            return self
+        return self if manifest is self.manifest else self._again(manifest)
+
+    def apart(self) -> Source:
+        """Returns a source of the same checkpoint for reads into memory that is no part of the state."""
+        return self._again(self.manifest)
+
+    def _again(self, manifest: Manifest) -> Source:
         options, is_exchanged = self.options, self.is_exchanged
         shown = Source(self.store, self.folder, manifest, options, is_exchanged=is_exchanged, path=self.path)
         shown.meter = self.meter

@@ -277,6 +277,36 @@ def test_values_that_have_no_sum_or_largest_are_refused_before_anything_changes(
     assert holder.value == {"a": "mine"}
 
 
+def save_seen(rank: int, world_size: int, path: str) -> None:
+    seen = {"a": torch.full((LARGE,), 2**62 + rank), "b": torch.ones(LARGE), "c": torch.full((3,), rank)}
+    bcp.save(path, {"n": bcp.RankLocal(seen), "x": torch.ones(2), "y": torch.ones(LARGE)})
+
+
+def load_seen(
+    rank: int, world_size: int, path: str, exchange: Any, strict: bool
+) -> tuple[str, str, tuple[int, ...], bool]:
+    holder: bcp.RankLocal = bcp.RankLocal("mine", merge="sum")
+    state = {"n": holder, "x": torch.zeros(2), "y": torch.zeros(LARGE)}
+    with pytest.raises(bcp.CheckpointMismatchError) as error:
+        bcp.load(path, state, strict=strict, options=bcp.LoadOptions(exchange=exchange))
+    is_changed = holder.value != "mine" or bool(state["x"].any()) or bool(state["y"].any())
+    return error.value.kind, error.value.message, error.value.ranks, is_changed
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(("world_size", "exchange"), [(1, "off"), (3, "off"), (3, "on")])
+def test_sums_of_large_tensors_that_are_out_of_range_are_refused_before_anything_changes(
+    workers: WorkerPool, tmp_path: Path, world_size: int, exchange: str, strict: bool
+) -> None:
+    workers.run(save_seen, str(tmp_path), world_size=2)
+    for kind, message, ranks, is_changed in workers.run(
+        load_seen, str(tmp_path), exchange, strict, world_size=world_size
+    ):
+        assert (kind, ranks, is_changed) == ("conflict", (0, 1), False)
+        assert message.startswith("n.a: the values of ranks 0 to 1 of the save are int64 integers whose sum is out of")
+        assert message.endswith("Nothing of the state was overwritten")
+
+
 MERGED: dict[str, tuple[str, list[Any], Any]] = {
     "nan is largest": ("max", [1.0, math.nan], math.nan),
     "nan first": ("max", [math.nan, 1.0], math.nan),
@@ -289,6 +319,12 @@ MERGED: dict[str, tuple[str, list[Any], Any]] = {
     "empty": ("sum", [torch.ones(0), torch.ones(0)], torch.ones(0)),
     "small integers in float": ("sum", [torch.tensor([256.0]).bfloat16()] * 2, torch.tensor([512.0]).bfloat16()),
     "complex numbers": ("sum", [1j, 2j], 3j),
+    "large integers": (
+        "sum",
+        [torch.full((LARGE,), 2**62), torch.full((LARGE,), 2**62 - 1)],
+        torch.full((LARGE,), 2**63 - 1),
+    ),
+    "the largest of large integers": ("max", [torch.full((LARGE,), 2**62)] * 2, torch.full((LARGE,), 2**62)),
     "ordered": ("sum", [OrderedDict(b=1, a=2), OrderedDict(b=3, a=4)], OrderedDict(b=4, a=6)),
     "a key of some": ("max", [{"x": 1}, {"y": 2}], {"x": 1, "y": 2}),
     "same text": ("sum", ["text", "text"], "text"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,9 @@ def saver_of(name: str) -> int:
     return int(name.rpartition("/")[2].split("-")[1])
 
 
-def load_held(
-    rank: int, world_size: int, path: str, placement: Placement, holders: dict[int, tuple[int, ...]]
-) -> tuple[bool, list[int], int]:
-    """`holders` has the ranks that can read each saver's files. Returns also the savers whose files were read here."""
+@contextmanager
+def held_by(rank: int, holders: dict[int, tuple[int, ...]]) -> Iterator[set[int]]:
+    """`holders` has the ranks that can read each saver's files. Yields the savers whose files are read here."""
     init, read_into, read = Source.__init__, LocalStore.read_into, set[int]()
 
     def with_holders(source: Source, *args: Any, **kwargs: Any) -> None:
@@ -56,6 +57,13 @@ def load_held(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Source, "__init__", with_holders)
         patch.setattr(LocalStore, "read_into", noting)
+        yield read
+
+
+def load_held(
+    rank: int, world_size: int, path: str, placement: Placement, holders: dict[int, tuple[int, ...]]
+) -> tuple[bool, list[int], int]:
+    with held_by(rank, holders) as read:
         state = state_of(placement, is_filled=False)
         options = bcp.LoadOptions(exchange="on", timeout_s=30, scratch_bytes=8 << 20)
         report = bcp.load(path, state, options=options)
@@ -84,3 +92,22 @@ def test_a_rank_reads_only_the_files_that_it_holds(
     for rank, (_, savers, _) in enumerate(results):
         assert all(rank in holders[saver] for saver in savers)
     assert sum(received for _, _, received in results) > 0
+
+
+def save_count(rank: int, world_size: int, path: str) -> None:
+    bcp.save(path, {"n": bcp.RankLocal(torch.full((20_000,), 10 + rank))})
+
+
+def load_sum(rank: int, world_size: int, path: str, holders: dict[int, tuple[int, ...]]) -> tuple[list[int], list[int]]:
+    holder: bcp.RankLocal = bcp.RankLocal(None, merge="sum")
+    with held_by(rank, holders) as read:
+        bcp.load(path, {"n": holder}, options=bcp.LoadOptions(exchange="on", timeout_s=30))
+    return holder.value.unique().tolist(), sorted(read)
+
+
+def test_the_coordinator_sums_integers_in_files_that_only_another_rank_holds(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    workers.run(save_count, str(tmp_path), world_size=4)
+    results = workers.run(load_sum, str(tmp_path), dict.fromkeys(range(4), (1,)), world_size=2)
+    assert results == [([46], []), ([0], [0, 1, 2, 3])]

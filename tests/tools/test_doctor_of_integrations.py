@@ -62,7 +62,7 @@ def test_a_step_of_verl_without_roles_is_its_own_folder(tmp_path: Path) -> None:
 def test_a_role_of_verl_by_its_bare_name_has_the_step_in_the_folder_around_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """verl refuses a path without `global_step_`."""
+    """A path without `global_step_` is refused by verl."""
     folder = tmp_path / "global_step_4"
     folder.mkdir()
     monkeypatch.chdir(folder)

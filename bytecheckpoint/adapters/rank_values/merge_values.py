@@ -36,14 +36,35 @@ class MergeTarget:
         """Tensors on the meta device, by the FQN under which their chunks are stored."""
         self._new: dict[str, torch.Tensor] = {}
         """Host tensors that a load fills in place of the stand-ins, by the same FQNs; empty before `prepare`."""
+        self._integers: dict[str, torch.Tensor] = {}
+        """Host tensors for `check_sums`, by the same FQNs; empty after it."""
 
     def outline(self, checkpoint: CheckpointView) -> Any:
         """Returns the merged value with tensors on the meta device for those that lie in data files.
 
-        Raises CheckpointMismatchError (conflict) where values of ranks cannot be merged.
+        Raises CheckpointMismatchError (conflict) where values of ranks cannot be merged. Sums of integers that lie in
+        data files may yet be out of range: see `check_sums`.
         """
         self._stand_ins = {name: placeholder(checkpoint.tensor_of_other_rank(name)) for name in self._refs()}
         return self._merged(self._stand_ins)
+
+    def shards_to_sum(self) -> list[LocalShard]:
+        """Returns targets, in memory that only `check_sums` uses, of the integers in data files that this rank sums."""
+        integers = self._stand_ins if self._rule == "sum" and not self._is_zero else {}
+        self._integers = {
+            name: torch.empty_like(one, device="cpu") for name, one in integers.items() if _is_integer(one.dtype)
+        }
+        shards = LocalShards(with_addresses=True)
+        shards.add_all(self._integers.items())
+        return shards.found
+
+    def check_sums(self) -> None:
+        """Raises CheckpointMismatchError (conflict) if the sum of integers in data files is out of range of their
+        dtype. Call it when `shards_to_sum` are filled, before the load changes anything.
+        """
+        if self._integers:
+            self._merged({**self._stand_ins, **self._integers})
+            self._integers = {}
 
     def shards(self) -> list[LocalShard]:
         """Returns the targets of all ranks' tensors that lie in data files; on the meta device before `prepare`. There
@@ -59,7 +80,9 @@ class MergeTarget:
             self._new = {name: torch.empty_like(one, device="cpu") for name, one in self._stand_ins.items()}
 
     def tree(self) -> Any:
-        """Returns this rank's part of the merged value, once the tensors are loaded: all of it, or zeros."""
+        """Returns this rank's part of the merged value, once the tensors are loaded: all of it, or zeros. Raises
+        nothing if `check_sums` has not.
+        """
         return _zeros(self._merged(self._stand_ins)) if self._is_zero else self._merged(self._new)
 
     def _trees(self) -> dict[int, Any]:
@@ -164,12 +187,16 @@ def _refuse_unlike(values: Mapping[int, Any], fqn: str) -> None:
         raise _refused(fqn, values, "different in shape or dtype")
 
 
+def _is_integer(dtype: torch.dtype) -> bool:
+    return dtype != torch.bool and not (dtype.is_floating_point or dtype.is_complex)
+
+
 def _merged_tensor(values: Mapping[int, torch.Tensor], fqn: str, rule: MergeRule) -> torch.Tensor:
     given = list(values.values())
     dtype = given[0].dtype
     if given[0].is_meta:  # `outline` needs the shape only
         return given[0]
-    if dtype == torch.bool or not (dtype.is_floating_point or dtype.is_complex):
+    if dtype == torch.bool or _is_integer(dtype):
         arrays = [value.numpy() for value in given]
         return torch.from_numpy(_merged_array(arrays, rule, lambda: _out_of_range(values, fqn)).reshape(given[0].shape))
     merged = given[0].to(_WIDER_FLOAT[dtype.is_complex])

@@ -30,6 +30,7 @@ from bytecheckpoint.adapters.rank_values.generators import (
 )
 from bytecheckpoint.adapters.rank_values.merge_values import MergeRule, MergeTarget, check_mergeable
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
+from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.adapters.stateful import is_stateful
 from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, contents_of, is_sharded
 from bytecheckpoint.errors import CheckpointMismatchError
@@ -172,6 +173,17 @@ class RankLocalEntry:
                 text = f"{self.fqn}{path}: include and exclude leave out a part of a random number generator's state"
                 problems.append(Problem("conflict", self.fqn + path, text))
         return problems + problems_of(selected, stored.tree, self.fqn)
+
+    def shards_to_sum(self) -> list[LocalShard]:
+        """Returns targets, which are no part of the state, of the stored integers that `check_sums` looks at."""
+        return self._merged.shards_to_sum() if self._merged is not None and self._found is not None else []
+
+    def check_sums(self) -> None:
+        """Raises CheckpointMismatchError (conflict) if the sum of the integers in `shards_to_sum`, which are filled
+        now, is out of range of their dtype.
+        """
+        if self._merged is not None:
+            self._merged.check_sums()
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         if self._merged is not None:
