@@ -179,7 +179,8 @@ def load(
             replaced while it is read is read again; kind `replaced` means that this happened too often.
         CheckpointMismatchError: State and checkpoint do not fit, the state has nothing of `framework`, or the path is a
             checkpoint and a root of steps and `step` does not select one; the state is unchanged. Only a value that
-            `cast` cannot convert (`dtype`) is found while reading, when parts may be overwritten.
+            `cast` cannot convert (`dtype`), and two values where an optimizer's flat buffer has room for one
+            (`conflict`), are found while reading, when parts may be overwritten.
         CheckpointCorruptError: Damaged bytes.
         UnsafeCheckpointError: The checkpoint requires something that loading must not do.
         CheckpointSaveError: The state holds what is not supported (`unsupported_value`).
