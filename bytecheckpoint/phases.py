@@ -21,14 +21,14 @@ from bytecheckpoint.adapters.key_map import KeyMap, listed_globs
 from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
 from bytecheckpoint.info import CheckpointInfo, LoadReport
-from bytecheckpoint.loading.exchange import Traffic, read_together
+from bytecheckpoint.loading.exchange import read_together
 from bytecheckpoint.loading.file_checks import plan_again, plan_together
 from bytecheckpoint.loading.match import Match, match_again
 from bytecheckpoint.loading.mismatches import warn_of_unused
 from bytecheckpoint.loading.name_scope import Fitted, Matched, NameScope, WantedState, fit_state
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together, retry_replaced, wanted_step
 from bytecheckpoint.loading.overwrite_state import report_overwrite
-from bytecheckpoint.loading.read import Source
+from bytecheckpoint.loading.read import Source, Traffic
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory_tier.part_of_save import (
     holding_first,
@@ -288,13 +288,14 @@ def run_resume(
 
 
 def _report(source: Source, fitted: Fitted, match: Match, traffic: Traffic, seconds: float) -> LoadReport:
+    num_bytes_read, num_bytes_received = map(sum, zip(traffic, *source.traffic_apart, strict=True))
     return LoadReport(
         path=source.path,
         step=source.manifest.step,
         save_id=source.manifest.save_id,
         num_tensors=len(set(TargetShards.of(match.shards).fqns)),
-        num_bytes_read=traffic.num_bytes_read,
-        num_bytes_received=traffic.num_bytes_received,
+        num_bytes_read=num_bytes_read,
+        num_bytes_received=num_bytes_received,
         missing=[problem.fqn for problem in fitted.findings.problems if problem.kind == "missing_key"],
         unexpected=fitted.findings.unexpected,
         ignored=fitted.findings.ignored,

@@ -31,7 +31,7 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.between_ranks.assignment import LocalReadPlan, ReadAssignment, assign, decode_assignment
 from bytecheckpoint.loading.between_ranks.host_exchange import NUM_THREADS, HostExchange, WaitLimits, divide_memory
 from bytecheckpoint.loading.match import Match
-from bytecheckpoint.loading.read import Source
+from bytecheckpoint.loading.read import Source, Traffic
 from bytecheckpoint.loading.receive import Receiver, pieces_of, read_common, united
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
@@ -43,13 +43,6 @@ from bytecheckpoint.storage.range_reader import ALIGNMENT
 _TELL_S = 10.0
 """Time in which a rank whose load has failed still connects to the ranks that wait for it, to tell them."""
 _POLL_S = 0.01
-
-
-class Traffic(NamedTuple):
-    """Bytes that a rank took in."""
-
-    num_bytes_read: int
-    num_bytes_received: int
 
 
 class Budgets(NamedTuple):

@@ -73,7 +73,7 @@ def _read_apart(ranks: Ranks, source: Source, matched: Matched, shards: Sequence
     """
     fqns = [matched.stored.tensor_of_other_rank(shard.fqn).fqn for shard in shards]
     apart, match = source.apart(), matched.match._replace(shards=TargetShards(shards), stored_fqns=fqns)
-    read_together(ranks, apart, apart.plan_unchecked(shards, fqns), match)
+    source.traffic_apart.append(read_together(ranks, apart, apart.plan_unchecked(shards, fqns), match))
 
 
 def plan_again(source: Source, match: Match, *, checked: Sequence[Fetch]) -> list[Fetch]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import eq
+from typing import NamedTuple
 
 import torch
 
@@ -40,6 +41,13 @@ _UNITS_IN_SCRATCH = 16
 """Units, read for other ranks as well, that scratch memory has room for: some are read while others are passed on."""
 
 
+class Traffic(NamedTuple):
+    """Bytes that a rank took in."""
+
+    num_bytes_read: int
+    num_bytes_received: int
+
+
 class Source:
     """A committed checkpoint that is being read."""
 
@@ -69,6 +77,8 @@ class Source:
         """Counts the bytes that are read, if somebody watches."""
         self._sampled: set[int] = set()
         """Files that were compared with the samples of their link."""
+        self.traffic_apart: list[Traffic] = []
+        """Bytes of the reads `apart` from those that fill the state."""
 
     @contextmanager
     def counting(self, ranks: Ranks) -> Iterator[None]:
@@ -108,7 +118,7 @@ class Source:
         options, is_exchanged = self.options, self.is_exchanged
         shown = Source(self.store, self.folder, manifest, options, is_exchanged=is_exchanged, path=self.path)
         shown.meter = self.meter
-        shown.held_files = self.held_files
+        shown.held_files, shown.traffic_apart = self.held_files, self.traffic_apart
         return shown
 
     @property

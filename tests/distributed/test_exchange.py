@@ -28,7 +28,7 @@ from bytecheckpoint import phases
 from bytecheckpoint.loading import exchange as exchange_module
 from bytecheckpoint.loading import receive
 from bytecheckpoint.loading.between_ranks.host_exchange import HostExchange
-from bytecheckpoint.loading.read import Source
+from bytecheckpoint.loading.read import Source, Traffic
 from bytecheckpoint.storage import range_reader
 from bytecheckpoint.storage.backends import local_store
 from distributed.collectives import Collectives, sequence_number
@@ -397,7 +397,7 @@ def fails_before_it_has_connected(rank: int, world_size: int, path: str) -> tupl
     first_errors = list[type[BaseException]]()
     together = exchange_module.read_together
 
-    def of_rank_0(ranks: Any, source: Source, *others: Any) -> exchange_module.Traffic:
+    def of_rank_0(ranks: Any, source: Source, *others: Any) -> Traffic:
         source.held_files = frozenset(range(len(source.manifest.files))) if rank == 0 else frozenset()
         return together(ranks, source, *others)
 

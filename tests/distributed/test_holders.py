@@ -98,11 +98,13 @@ def save_count(rank: int, world_size: int, path: str) -> None:
     bcp.save(path, {"n": bcp.RankLocal(torch.full((20_000,), 10 + rank))})
 
 
-def load_sum(rank: int, world_size: int, path: str, holders: dict[int, tuple[int, ...]]) -> tuple[list[int], list[int]]:
+def load_sum(
+    rank: int, world_size: int, path: str, holders: dict[int, tuple[int, ...]]
+) -> tuple[list[int], list[int], tuple[int, int]]:
     holder: bcp.RankLocal = bcp.RankLocal(None, merge="sum")
     with held_by(rank, holders) as read:
-        bcp.load(path, {"n": holder}, options=bcp.LoadOptions(exchange="on", timeout_s=30))
-    return holder.value.unique().tolist(), sorted(read)
+        report = bcp.load(path, {"n": holder}, options=bcp.LoadOptions(exchange="on", timeout_s=30))
+    return holder.value.unique().tolist(), sorted(read), (report.num_bytes_read, report.num_bytes_received)
 
 
 def test_the_coordinator_sums_integers_in_files_that_only_another_rank_holds(
@@ -110,4 +112,5 @@ def test_the_coordinator_sums_integers_in_files_that_only_another_rank_holds(
 ) -> None:
     workers.run(save_count, str(tmp_path), world_size=4)
     results = workers.run(load_sum, str(tmp_path), dict.fromkeys(range(4), (1,)), world_size=2)
-    assert results == [([46], []), ([0], [0, 1, 2, 3])]
+    num_bytes = 2 * 4 * 20_000 * 8  # before the load changes anything, and into the state
+    assert results == [([46], [], (0, num_bytes)), ([0], [0, 1, 2, 3], (num_bytes, 0))]
