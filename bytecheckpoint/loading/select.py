@@ -111,7 +111,11 @@ class ModelNames(NamedTuple):
 
 
 def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNames | None) -> Selection:
-    """Returns the selection. Raises CheckpointMismatchError (conflict) for no tensor, equal names or several models."""
+    """Returns the selection.
+
+    Raises CheckpointMismatchError (conflict) if none of the checkpoint's tensors is left, unless `is_in_memory`; if two
+    new names are equal or one is empty; and, for an HF target without `include` and name map, for several models.
+    """
     trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items()}
     all_fqns = [*manifest.tensors, *manifest.aliases]
     selected = [fqn for fqn in all_fqns if request.takes(fqn)]
