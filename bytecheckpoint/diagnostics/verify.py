@@ -144,8 +144,8 @@ def _count_sound(manifest: Manifest, hit: AbstractSet[str], doubtful_files: Abst
 def _sample_faults(
     store: Store, names: Sequence[str], files: Sequence[DataFile], sizes: Sequence[int | None], *, threads: int
 ) -> list[ScanFault]:
-    """Returns faults for files of a link that were rewritten, with the same size, since the link was made, or that
-    cannot be read: samples of such a file that are not begun by then are skipped.
+    """Returns a fault for each sample of a linked file that has changed since the link was made, or cannot be read.
+    Samples of an unreadable file that are not begun by then are skipped. Files of another size have a fault already.
     """
     unreadable: set[int] = set()
 

@@ -195,7 +195,8 @@ class PlainData:
             key_of(name): {key: self._with_stubs(item, f"{prefix}{name}.{key}", placed) for key, item in values.items()}
             for name, values in tree["state"].items()
         }
-        for name in [each for each in self._numbers if each.startswith(prefix) and each not in placed]:
+        names = [*self._numbers, *self._selection.aliases]
+        for name in [each for each in names if each.startswith(prefix) and each not in placed]:
             parameter, _, key = name.removeprefix(prefix).rpartition(".")
             while parameter and parameter not in known:
                 parameter, _, head = parameter.rpartition(".")

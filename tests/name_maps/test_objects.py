@@ -223,6 +223,16 @@ def test_what_is_excluded_of_an_optimizer_that_is_not_included_is_no_part_of_a_t
     assert set(bcp.load_tree(saved, include="model.*", exclude="*.exp_avg_sq")) == {"model"}
 
 
+def test_two_optimizers_whose_tensors_are_the_same_both_have_their_state_in_a_tree(tmp_path: Path) -> None:
+    state = trained()[1].state_dict()
+    torch.save({"model": mlp().state_dict(), "a": state, "b": state}, tmp_path / "x.pt")
+    tree = bcp.load_tree(tmp_path / "x.pt")
+    assert set(tree) == {"model", "a", "b"}
+    assert tree["a"]["state"].keys() == tree["b"]["state"].keys() != set()
+    assert all(same(each, tree["b"]["state"][name]) for name, each in tree["a"]["state"].items())
+    assert all(each.keys() == {"step", "exp_avg", "exp_avg_sq"} for each in tree["a"]["state"].values())
+
+
 @pytest.mark.parametrize("option", ["include", "exclude"])
 @pytest.mark.parametrize("name", ["model", "optimizer", "scheduler", "plain", "plain.history"])
 def test_the_name_of_what_has_names_below_it_takes_nothing_of_a_tree(saved: Path, option: str, name: str) -> None:
