@@ -40,14 +40,17 @@ def load_tree(
     Args:
         path: As for `load`.
         step: As for `load`.
-        include: Only what matches one of these globs of FQNs, as `model.*`; an optimizer is taken as a whole.
-        exclude: Nothing that matches one of these globs.
+        include: Only what matches one of these globs of FQNs, as `model.*`. An optimizer of which anything matches is
+            read as a whole.
+        exclude: Nothing that matches one of these globs. `optimizer.*` leaves out an optimizer; a part of its tensors
+            cannot be left out.
         device: For all tensors. Arrays of numpy stay what they are.
         storage_options: As for `save`.
         options: See LoadOptions.
 
     Raises:
-        CheckpointMismatchError: A glob matches nothing (`conflict`), or the path is a checkpoint and a root of steps.
+        CheckpointMismatchError: A glob matches nothing, `exclude` takes a part of an optimizer's tensors, or globs take
+            a part of a list with tensors (`conflict`); or the path is a checkpoint and a root of steps.
         CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError, StorageError: As for `load`.
     """
     included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)

@@ -361,19 +361,24 @@ class CheckpointView:
 
     @property
     def unused_rules(self) -> list[UnusedRule]:
-        """Rules of include, exclude and key_map that match no name in the checkpoint and none that was looked up."""
-        if (self._include and self._include.unused) or self._exclude.unused or self.rename.unused:
-            for fqn in self.names_of_all_ranks:
-                self.takes(fqn)
-                self.rename(fqn)
+        """Rules of include, exclude and key_map that match no name or entry of the checkpoint, and none looked up."""
+        entries = [fqn for fqn, _ in all_trees(self._manifest)]
+        for fqn in self.names_of_all_ranks.union(entries) if self.unmatched_rules else ():
+            self.takes(fqn)
+            self.rename(fqn)
+        return self.unmatched_rules
+
+    @property
+    def unmatched_rules(self) -> list[UnusedRule]:
+        """Rules of include, exclude and key_map that have matched no name that was looked up."""
         found = [UnusedRule("include", glob) for glob in (self._include.unused if self._include else ())]
         found += [UnusedRule("exclude", glob) for glob in self._exclude.unused]
         return found + [UnusedRule("key_map", repr(rule)) for rule in self.rename.unused]
 
     @property
     def names_of_all_ranks(self) -> set[str]:
-        """The checkpoint FQNs of all tensors and plain data, those of every rank's own values included."""
-        names = {leaf for fqn, data in all_trees(self._manifest) for leaf in (fqn, *leaves(decode_plain(data), fqn))}
+        """The checkpoint FQNs of all tensors and leaves of plain data, those of every rank's own values included."""
+        names = {leaf for fqn, data in all_trees(self._manifest) for leaf in leaves(decode_plain(data), fqn)}
         return names.union(self._manifest.tensors, self._manifest.aliases)
 
     def all_names(self) -> list[str]:

@@ -23,6 +23,7 @@ class PassEnd(Enum):
 
 
 END = PassEnd.END
+_OF_DATASETS = ("datasets.iterable_dataset", "IterableDataset")
 
 
 class SourceCursor(Protocol):
@@ -86,7 +87,16 @@ def carries_over(source: Any) -> bool:
 
     Iterable datasets of Hugging Face begin each epoch anew, and their state at the end of a pass yields nothing.
     """
-    return is_stateful(source) and not type(source).__module__.startswith("datasets.")
+    return is_stateful(source) and not _has_state_of_datasets(source)
+
+
+def _has_state_of_datasets(source: Any) -> bool:
+    """Returns True if the state is that of an IterableDataset of Hugging Face's package, also in a subclass. A user may
+    have a package of that name too.
+    """
+    definer = next((cls for cls in type(source).__mro__ if "state_dict" in vars(cls)), None)
+    is_named = definer is not None and (definer.__module__, definer.__name__) == _OF_DATASETS
+    return is_named and hasattr(source, "_ex_iterable")
 
 
 def check_source(name: str, source: Any) -> None:

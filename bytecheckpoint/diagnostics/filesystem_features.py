@@ -44,8 +44,8 @@ class FilesystemFeatures:
 
 
 def probe_filesystem(folder: str) -> FilesystemFeatures:
-    """Tries every feature in an existing folder, with files `probe` and `probe-link` that it overwrites and then
-    deletes. Raises OSError if it cannot write there.
+    """Tries every feature in an existing folder. Files `probe` and `probe-link` in it are overwritten, and deleted at
+    the end. Raises OSError if it cannot write there.
     """
     status = os.statvfs(folder)
     path = os.path.join(folder, "probe")
@@ -86,6 +86,8 @@ def _median_of(probe: Callable[[], object]) -> float:
 
 def _link(path: str) -> None:
     _write_and_sync(path)
+    with suppress(FileNotFoundError):
+        os.unlink(f"{path}-link")  # os.link does not overwrite
     os.link(path, f"{path}-link")
 
 

@@ -110,9 +110,9 @@ def verify_checkpoint(
     names = [join_name(folder, file.name) for file in files]
     scan(store, names, pieces, threads=threads, on_done=on_done)
     contents = _FileContents(manifest)
-    broken = _with_damaged_header(files, sizes, faults)
+    skipped = _without_sound_header(files, sizes, faults)
     faults += _sample_faults(store, names, files, sizes, threads=threads)
-    faults += _header_faults(store, names, manifest, contents, broken=broken, threads=threads)
+    faults += _header_faults(store, names, manifest, contents, skipped=skipped, threads=threads)
     if any(fault.kind == "missing_file" for fault in faults):
         refuse_replaced(store, folder, manifest, cause=None)
     ordered = sorted(faults, key=lambda fault: (fault.file, fault.byte_offset))
@@ -144,8 +144,8 @@ def _count_sound(manifest: Manifest, hit: AbstractSet[str], doubtful_files: Abst
 def _sample_faults(
     store: Store, names: Sequence[str], files: Sequence[DataFile], sizes: Sequence[int | None], *, threads: int
 ) -> list[ScanFault]:
-    """Returns faults for files of a link that were rewritten, with the same size, since the link was made, or that
-    cannot be read: samples of such a file that are not begun by then are skipped.
+    """Returns a fault for each sample of a linked file that has changed since the link was made, or cannot be read.
+    Samples of an unreadable file that are not begun by then are skipped. Files of another size have a fault already.
     """
     unreadable: set[int] = set()
 
@@ -220,12 +220,10 @@ class _FileContents:
         return fault.byte_offset
 
 
-def _with_damaged_header(
+def _without_sound_header(
     files: Sequence[DataFile], sizes: Sequence[int | None], faults: Iterable[ScanFault]
 ) -> set[int]:
-    """Returns the indices of the files whose header is not read, because the file is missing or the bytes of its header
-    are known to be damaged.
-    """
+    """Returns the indices of the files that are missing, or whose header has bytes that are known to be damaged."""
     first_extents = {index: file.extent_lengths[0] for index, file in enumerate(files) if file.extent_lengths}
     missing = {index for index, size in enumerate(sizes) if size is None}
     return missing | {fault.file for fault in faults if fault.byte_offset < first_extents.get(fault.file, 1)}
@@ -237,14 +235,15 @@ def _header_faults(
     manifest: Manifest,
     contents: _FileContents,
     *,
-    broken: set[int],
+    skipped: set[int],
     threads: int,
 ) -> Iterator[ScanFault]:
-    """Yields faults for data files whose header contradicts the manifest, which would mislead other readers of
-    safetensors. Only files of this save are read: a manifest may point into other formats as well.
+    """Yields faults for data files whose header cannot be read, or contradicts the manifest, which would mislead other
+    readers of safetensors. Only files of this save are read: a manifest may point into other formats as well. Those in
+    `skipped` have a fault in their header already.
     """
     own = f"{DATA_FOLDER}/{manifest.save_id}-"
-    wanted = [index for index, file in enumerate(manifest.files) if index not in broken and file.name.startswith(own)]
+    wanted = [index for index, file in enumerate(manifest.files) if index not in skipped and file.name.startswith(own)]
 
     def check_header(index: int) -> ScanFault | None:
         try:

@@ -85,8 +85,8 @@ def take_sample(store: Store, name: str, byte_offset: int, byte_length: int) -> 
 
 
 def check_samples(store: Store, folder: str, files: Iterable[DataFile], *, threads: int) -> None:
-    """Raises CheckpointCorruptError (checksum) if one of these files was written again after the link was made, and the
-    errors of `Store.read_into`. A file without samples is not checked.
+    """Raises CheckpointCorruptError (checksum) if a sample of one of these files has changed since the link was made,
+    and the errors of `Store.read_into`. A file without samples is not checked.
     """
     sampled = [file for file in files if file.samples]
     jobs = [(number, sample) for number, file in enumerate(sampled) for sample in file.samples]

@@ -191,8 +191,12 @@ def _mismatch(
 
 
 def refuse_unused(stored: CheckpointView, path: str) -> None:
-    """Raises CheckpointMismatchError (conflict) for rules that match nothing in the checkpoint."""
-    unused = stored.unused_rules
+    """Raises CheckpointMismatchError (conflict) for globs that match no tensor and no leaf of plain data in the
+    checkpoint: an entry's own name, as `optimizer`, takes nothing of what is below it.
+    """
+    for fqn in stored.names_of_all_ranks if stored.unmatched_rules else ():
+        stored.takes(fqn)
+    unused = stored.unmatched_rules
     if unused:
         texts = "; ".join(_unused_text(rule, stored) for rule in unused)
         raise CheckpointMismatchError(f"{texts}; nothing was read: check the names", kind="conflict", path=path)

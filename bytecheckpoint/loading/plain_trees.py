@@ -92,9 +92,10 @@ class PlainData:
             chosen_items = [self._chosen(join_fqn(fqn, index), item) for index, item in enumerate(value)]
             kept_items = [item for item in chosen_items if item is not _NOTHING]
             if kept_items and len(kept_items) < len(chosen_items):
+                done = "read" if self._request.is_in_memory else "written"
                 raise CheckpointMismatchError(
                     f"{fqn!r:.200} is a list of which include, exclude and rename take only a part; nothing was "
-                    "written: choose and name all of it alike",
+                    f"{done}: choose and name all of it alike",
                     kind="conflict",
                 )
             return type(value)(kept_items) if kept_items else _NOTHING
@@ -194,7 +195,8 @@ class PlainData:
             key_of(name): {key: self._with_stubs(item, f"{prefix}{name}.{key}", placed) for key, item in values.items()}
             for name, values in tree["state"].items()
         }
-        for name in [each for each in self._numbers if each.startswith(prefix) and each not in placed]:
+        names = [*self._numbers, *self._selection.aliases]
+        for name in [each for each in names if each.startswith(prefix) and each not in placed]:
             parameter, _, key = name.removeprefix(prefix).rpartition(".")
             while parameter and parameter not in known:
                 parameter, _, head = parameter.rpartition(".")

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from bytecheckpoint.adapters.key_map import Renamer
 from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, is_content_fqn, without_content
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest import Manifest
@@ -45,7 +46,8 @@ class SelectionRequest:
     flatten_optimizer: bool = False
     """Write optimizers on one level, by the names of their parameters."""
     is_in_memory: bool = False
-    """The tree is returned and not written: values keep their types, and a selection without tensors is no error."""
+    """The tree is returned and not written: values keep their types, an optimizer is taken as a whole, and a selection
+    without tensors is no error."""
 
     def takes(self, fqn: str) -> bool:
         """Returns True if the tensor is included and not excluded. A tensor that differs from rank to rank is also
@@ -53,7 +55,12 @@ class SelectionRequest:
         """
         names = {fqn, without_content(fqn)}
         is_included = not self.include or any(fnmatchcase(name, glob) for glob in self.include for name in names)
-        return is_included and not any(fnmatchcase(name, glob) for glob in self.exclude for name in names)
+        return is_included and not self.excludes(fqn)
+
+    def excludes(self, fqn: str) -> bool:
+        """Returns True if the tensor is excluded, by one of the names that `takes` knows."""
+        names = {fqn, without_content(fqn)}
+        return any(fnmatchcase(name, glob) for glob in self.exclude for name in names)
 
     @property
     def takes_all(self) -> bool:
@@ -111,10 +118,18 @@ class ModelNames(NamedTuple):
 
 
 def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNames | None) -> Selection:
-    """Returns the selection. Raises CheckpointMismatchError (conflict) for no tensor, equal names or several models."""
+    """Returns the selection.
+
+    Raises CheckpointMismatchError (conflict) if none of the checkpoint's tensors is left, unless `is_in_memory`; if two
+    new names are equal or one is empty; for an HF target without `include` and name map, for several models; and, with
+    `is_in_memory`, if `exclude` takes a part of an optimizer's tensors.
+    """
     trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items()}
     all_fqns = [*manifest.tensors, *manifest.aliases]
     selected = [fqn for fqn in all_fqns if request.takes(fqn)]
+    if request.is_in_memory and not request.takes_all:
+        chosen = {*selected, *_of_whole_optimizers(all_fqns, trees, request)}
+        selected = [fqn for fqn in all_fqns if fqn in chosen]
     left_out = _totals(manifest, set(all_fqns) - set(selected), lambda _: "not chosen by include and exclude")
     if request.to == "hf" and not request.include:
         why = names_of_map.not_of_model(selected) if names_of_map else _not_of_a_model(manifest, selected, trees)
@@ -141,6 +156,30 @@ def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNam
         dropped_prefix=prefix,
         trees=trees,
     )
+
+
+def _of_whole_optimizers(all_fqns: Sequence[str], trees: Mapping[str, Any], request: SelectionRequest) -> list[str]:
+    """Returns the FQNs of all tensors of each optimizer of which anything is taken. Raises CheckpointMismatchError
+    (conflict) if `exclude` takes a part of them.
+    """
+    found: list[str] = []
+    for fqn, tree in optimizers_in(trees).items():
+        of_tree = leaves(tree, fqn)
+        refs = {leaf.fqn for leaf in of_tree.values() if isinstance(leaf, TensorRef)}
+        prefix = join_fqn(fqn, "state.")
+        tensors = [name for name in all_fqns if name in refs or name.startswith(prefix)]
+        if not any(map(request.takes, (*tensors, *of_tree))):
+            continue
+        excluded = list(filter(request.excludes, tensors))
+        if excluded:
+            raise CheckpointMismatchError(
+                f"exclude takes {len(excluded)} of the {len(tensors)} tensors of the optimizer {fqn!r:.200}, as "
+                f"{excluded[0]!r:.200}, and not all of it; nothing was read: leave out all that is below its name, or "
+                "read single tensors with bcp.open",
+                kind="conflict",
+            )
+        found += tensors
+    return found
 
 
 def _wanted(manifest: Manifest, stored_fqn: str, name: str, request: SelectionRequest) -> WantedTensor:

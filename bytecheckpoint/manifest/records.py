@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Sample(NamedTuple):
-    """A few bytes of a linked file, which show whether the file was written again since."""
+    """A few bytes of a linked file: if they have changed, the file was written again since."""
 
     byte_offset: int
     byte_length: int

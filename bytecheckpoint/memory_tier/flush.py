@@ -89,9 +89,17 @@ class JobInMemory(NamedTuple):
     """Time of the last change of a version, in seconds since 1970."""
 
 
+def _distinct(roots: Sequence[str]) -> list[str]:
+    """Returns the roots without those that are a root before them, also through a symbolic link."""
+    by_folder: dict[str, str] = {}
+    for root in roots:
+        by_folder.setdefault(os.path.realpath(root), root)
+    return list(by_folder.values())
+
+
 def list_held(roots: Sequence[str]) -> Iterator[MemoryCheckpoint]:
     """Yields the versions in these memory roots, oldest first in each job."""
-    for root in roots:
+    for root in _distinct(roots):
         for job, description in find_jobs(root):
             places = dict(_holders(job))
             num_living = len(job.living())
@@ -120,7 +128,7 @@ def flush(path: str, roots: Sequence[str], *, storage_options: Mapping[str, Any]
     and the errors of the store.
     """
     store = open_store(path, storage_options=storage_options, writer_threads=_WRITERS)
-    jobs = [job for root in roots if (job := find_job(root, location_of(store))) is not None]
+    jobs = [job for root in _distinct(roots) if (job := find_job(root, location_of(store))) is not None]
     versions = [version for job in jobs for version in version_files.read_versions(job)]
     if not versions:
         raise CheckpointNotFoundError(
@@ -267,7 +275,7 @@ def _block_name(save_id: str, member: ParityMember) -> str:
 def jobs_in_memory(roots: Sequence[str], location: str | None) -> list[JobInMemory]:
     """Returns the memory of every job in these roots, also of running jobs; with `location`, of that job only."""
     found = []
-    for root in roots:
+    for root in _distinct(roots):
         for job, description in find_jobs(root):
             if location in {None, description.location}:
                 slots = [*slot_file.scan(job.slots), *scan_copies(job, "copies"), *scan_copies(job, "parity")]

@@ -100,8 +100,8 @@ class Wants(Sequence[Want]):
         return Want(self.fqns[index], self.regions[index], self.are_flat[index])
 
 
-class _Limits(NamedTuple):
-    """Limits by which a strided region is cut."""
+class _Cutting(NamedTuple):
+    """Sizes by which a strided region is cut."""
 
     item_bytes: int
     max_gap_bytes: int
@@ -137,14 +137,14 @@ def plan_load(
             file = manifest.files[chunk.file]
             # Reading is saved only where a gap that is left out is larger than an extent.
             mean_extent = file.byte_length // max(1, len(file.extent_lengths)) if verify else 0
-            limits = _Limits(item_bytes, max_gap_bytes + mean_extent, max_fetch_bytes)
+            cutting = _Cutting(item_bytes, max_gap_bytes + mean_extent, max_fetch_bytes)
             _add_chunk(
                 of_files.setdefault(chunk.file, _FileParts.of(np.zeros(0, np.int64))),
                 index,
                 want,
                 chunk=chunk,
                 common=common,
-                limits=limits,
+                cutting=cutting,
             )
         if num_covered < num_wanted:
             uncovered.append(_describe_hole(want, manifest))
@@ -200,19 +200,23 @@ def _sole_parts(sole: SoleChunks) -> dict[int, _FileParts]:
     return of_files
 
 
-def _add_chunk(of_file: _FileParts, number: int, want: Want, *, chunk: Chunk, common: Region, limits: _Limits) -> None:
-    """Adds the region `common` of a chunk, which the want of this number needs, to the parts of its file."""
+def _add_chunk(
+    of_file: _FileParts, number: int, want: Want, *, chunk: Chunk, common: Region, cutting: _Cutting
+) -> None:
+    """Adds the region `common` of a chunk, which the want of this number needs, to the parts of its file. Raises
+    CheckpointCorruptError (unsupported_version) if the chunk has an unknown codec.
+    """
     if chunk.codec != "none":
         if chunk.codec not in CODECS:
             raise unknown_codec(chunk.codec, want.fqn)
-        packed = of_file.packed.setdefault(chunk.byte_offset, _PackedChunk(chunk, limits.item_bytes, {}))
+        packed = of_file.packed.setdefault(chunk.byte_offset, _PackedChunk(chunk, cutting.item_bytes, {}))
         flat_target = want.region if want.is_flat else None
-        for frame, part in frame_parts(number, chunk, common, flat_target=flat_target, item_bytes=limits.item_bytes):
+        for frame, part in frame_parts(number, chunk, common, flat_target=flat_target, item_bytes=cutting.item_bytes):
             packed.parts.setdefault(frame, []).append(part)
     elif want.is_flat and common == want.region == chunk.region:
         of_file.parts.append(FlatPart(number, chunk.byte_offset, chunk.byte_length, 0))
     else:
-        of_file.parts.extend(_parts(number, want, chunk, common, limits))
+        of_file.parts.extend(_parts(number, want, chunk, common, cutting))
 
 
 def _refuse_shared_bytes(manifest: Manifest, wants: Wants, sole: SoleChunks, used: Sequence[tuple[str, Chunk]]) -> None:
@@ -254,22 +258,22 @@ def _frames(packed: Mapping[int, _PackedChunk], file: DataFile) -> list[Frame]:
     ]
 
 
-def _parts(index: int, want: Want, chunk: Chunk, common: Region, limits: _Limits) -> Iterator[Part]:
+def _parts(index: int, want: Want, chunk: Chunk, common: Region, cutting: _Cutting) -> Iterator[Part]:
     """Yields the wanted part of one chunk without gaps that are better left out: flat parts of any length, and boxes
     that a fetch can hold.
     """
-    item_bytes = limits.item_bytes
-    for region in split_at_gaps(common, chunk.region, limits.max_gap_bytes // item_bytes):
+    item_bytes = cutting.item_bytes
+    for region in split_at_gaps(common, chunk.region, cutting.max_gap_bytes // item_bytes):
         first, last = flat_span(region, chunk.region)
         start, num_bytes = chunk.byte_offset + first * item_bytes, (last - first) * item_bytes
         if want.is_flat and is_contiguous_in(region, chunk.region) and is_contiguous_in(region, want.region):
             target, _ = flat_span(region, want.region)
             yield FlatPart(index, start, num_bytes, target * item_bytes)
-        elif num_bytes <= limits.max_fetch_bytes:
+        elif num_bytes <= cutting.max_fetch_bytes:
             yield BoxPart(index, start, num_bytes, region, chunk)
         else:
             # Gaps count too: of a strided region fewer elements fit into a fetch.
-            max_numel = max(1, region.numel * limits.max_fetch_bytes // num_bytes)
+            max_numel = max(1, region.numel * cutting.max_fetch_bytes // num_bytes)
             yield from (_box(index, chunk, part, item_bytes) for part in split_rows(region, max_numel))
 
 

@@ -129,12 +129,8 @@ class SavesInFlight:
         for progress in self._all:
             error = progress.take_unseen_error()
             if isinstance(error, CheckpointError):
-                message = (
-                    f"the asynchronous save to {progress.path} failed, and this one was not begun: {error.message}"
-                )
-                raise type(error)(
-                    message, kind=error.kind, path=error.path, step=error.step, ranks=error.ranks
-                ) from error
+                text = f"the asynchronous save to {progress.path} failed, and this one was not begun: {error.message}"
+                raise type(error)(text, kind=error.kind, path=error.path, step=error.step, ranks=error.ranks) from error
             if error is not None:
                 raise error
 
@@ -196,7 +192,7 @@ class SavesInFlight:
         except BaseException as error:
             prepared.interrupt(error)  # the writer may be under way
             raise
-        prepared.write_live()
+        prepared.prepare_without_thread()
         return False
 
     def _stage_and_finish(self, prepared: PreparedSave, finish: Callable[[], CheckpointInfo]) -> CheckpointInfo:
@@ -251,7 +247,9 @@ class SavesInFlight:
                 self._step_hook = register_optimizer_step_pre_hook(self._wait_before_step)
 
     def wait_until_numbered(self) -> None:
-        """Waits until all ranks have numbered the saves in flight. Raises like `wait_until_staged`."""
+        """Waits until all ranks have numbered the saves in flight: then the next call has the same number on all ranks.
+        Raises CheckpointSaveError if one of them waits for this thread, but no error of a save.
+        """
         for progress in self._all:
             if not progress.is_numbered.is_set():
                 awaited_threads().raise_if_awaited()
@@ -263,7 +261,7 @@ class SavesInFlight:
             progress.wait_until_staged()
 
     def wait_until_ended(self) -> None:
-        """Waits for the saves in flight. Raises CheckpointSaveError if one waits for this thread, but none of saves."""
+        """Waits for the saves in flight. Raises CheckpointSaveError if one waits for this thread, no save's error."""
         for progress in self._all:
             if not progress.outcome.done():
                 awaited_threads().raise_if_awaited()
@@ -290,8 +288,7 @@ class SavesInFlight:
         """Prints saves cut short and errors that no caller has seen; if there are any, exits at once with code 1."""
         # The interpreter waits for saves, unless Ctrl-C or an exception of a signal handler cuts that short.
         under_way = [progress.path for progress in self._all if not progress.outcome.done()]
-        errors = [(progress.path, progress.take_unseen_error()) for progress in self._all]
-        errors = [(path, error) for path, error in errors if error is not None]
+        errors = [(each.path, error) for each in self._all if (error := each.take_unseen_error()) is not None]
         if not (under_way or errors):
             return
         for path in under_way:
@@ -368,7 +365,7 @@ def process_state() -> ProcessState:
 
 
 def wait_until_numbered() -> None:
-    """Waits until another call may begin, numbered alike on all ranks. Raises like the method of SavesInFlight."""
+    """Waits until all ranks have numbered the saves in flight. Raises like the method of SavesInFlight."""
     for state in _STATE.values():
         state.saves.wait_until_numbered()
 

@@ -261,14 +261,15 @@ class PreparedSave:
         message = f"the save was interrupted by {type(error).__name__}; nothing was committed"
         self.snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
 
-    def write_live(self) -> None:
-        """Makes the save write live memory without a snapshot, as no thread can write later. A save with a memory tier
-        agrees with all ranks and stages now instead.
+    def prepare_without_thread(self) -> None:
+        """Prepares for a `finish` that the caller runs next on this thread, because no other thread can begin: it will
+        write live memory. The snapshot must be closed. A save with a memory tier agrees with all ranks and stages now
+        instead.
         """
+        self._snapshot = None
         if self.memory is None:
-            self._kind, self._snapshot = "none", None
+            self._kind = "none"
             return
-        self._snapshot = None  # it was closed
         self.agree()
         self.stage()
 

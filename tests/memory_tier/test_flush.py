@@ -95,6 +95,18 @@ def test_what_memory_holds_is_listed_and_flushed_without_a_trainer(killed: tuple
     assert (again.exit_code, "0 files uploaded" in again.output) == (0, True)
 
 
+def test_a_memory_root_that_is_given_twice_counts_once(killed: tuple[str, str], tmp_path: Path) -> None:
+    root, memory = killed
+    (tmp_path / "link").symlink_to(memory)
+    thrice = [part for each in (memory, f"{memory}/", tmp_path / "link") for part in ("--memory-root", str(each))]
+    listed = json.loads(bcp_("memory", "ls", *thrice, "--json").output)["checkpoints"]
+    assert listed == json.loads(bcp_("memory", "ls", "--memory-root", memory, "--json").output)["checkpoints"]
+    flushed = bcp_("memory", "flush", root, *thrice, "--json")
+    assert flushed.exit_code == 0, flushed.output
+    found = json.loads(bcp_("gc", "--memory", *thrice, "--json").output)["jobs"]
+    assert len(found) == 1
+
+
 def test_a_flush_that_lacks_files_names_them_and_ends_with_3(killed: tuple[str, str]) -> None:
     root, memory = killed
     ((job, _),) = find_jobs(memory)

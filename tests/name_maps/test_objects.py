@@ -204,6 +204,51 @@ def test_a_tree_takes_globs_and_a_device(saved: Path) -> None:
     assert caught.value.kind == "conflict"
 
 
+WHOLE = ["optimizer.*", "optimizer.state.*", "optimizer.groups.*", "*.exp_avg", "optimizer.state.0.weight.step"]
+
+
+@pytest.mark.parametrize("glob", WHOLE)
+def test_an_optimizer_of_which_a_glob_includes_a_part_comes_as_a_whole(saved: Path, glob: str) -> None:
+    assert same(bcp.load_tree(saved, include=glob), {"optimizer": bcp.load_tree(saved)["optimizer"]})
+
+
+@pytest.mark.parametrize("exclude", ["*.exp_avg_sq", "optimizer.state.*", ["model.*", "*.0.weight.*"]], ids=str)
+def test_a_part_of_the_tensors_of_an_optimizer_cannot_be_left_out_of_a_tree(saved: Path, exclude: Any) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match="tensors of the optimizer 'optimizer'") as caught:
+        bcp.load_tree(saved, exclude=exclude)
+    assert caught.value.kind == "conflict"
+
+
+def test_what_is_excluded_of_an_optimizer_that_is_not_included_is_no_part_of_a_tree(saved: Path) -> None:
+    assert set(bcp.load_tree(saved, include="model.*", exclude="*.exp_avg_sq")) == {"model"}
+
+
+def test_two_optimizers_whose_tensors_are_the_same_both_have_their_state_in_a_tree(tmp_path: Path) -> None:
+    state = trained()[1].state_dict()
+    torch.save({"model": mlp().state_dict(), "a": state, "b": state}, tmp_path / "x.pt")
+    tree = bcp.load_tree(tmp_path / "x.pt")
+    assert set(tree) == {"model", "a", "b"}
+    assert tree["a"]["state"].keys() == tree["b"]["state"].keys() != set()
+    assert all(same(each, tree["b"]["state"][name]) for name, each in tree["a"]["state"].items())
+    assert all(each.keys() == {"step", "exp_avg", "exp_avg_sq"} for each in tree["a"]["state"].values())
+
+
+@pytest.mark.parametrize("option", ["include", "exclude"])
+@pytest.mark.parametrize("name", ["model", "optimizer", "scheduler", "plain", "plain.history"])
+def test_the_name_of_what_has_names_below_it_takes_nothing_of_a_tree(saved: Path, option: str, name: str) -> None:
+    message = rf"{option} '{name}' matches nothing in the checkpoint, which has names below it"
+    with pytest.raises(bcp.CheckpointMismatchError, match=message) as caught:
+        bcp.load_tree(saved, **{option: [name, "half"]})
+    assert caught.value.kind == "conflict"
+
+
+def test_a_list_of_which_a_glob_takes_a_part_is_refused_and_nothing_is_read(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"both": [torch.ones(1), torch.zeros(1)]})
+    with pytest.raises(bcp.CheckpointMismatchError, match="take only a part; nothing was read") as caught:
+        bcp.load_tree(tmp_path, include="both.0")
+    assert caught.value.kind == "conflict"
+
+
 def test_a_tree_of_a_step_at_a_url(tmp_path: Path) -> None:
     for step in (1, 2):
         bcp.save("memory://trees/run", {"n": step, "x": torch.full((2,), float(step))}, step=step)

@@ -369,7 +369,7 @@ def test_a_lazy_save_whose_staging_cannot_begin_fails_and_the_next_one_is_right(
 def test_an_interrupt_where_there_can_be_no_thread_reaches_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: str
 ) -> None:
-    original, state = PreparedSave.write_live, {"w": torch.ones(10)}
+    original, state = PreparedSave.prepare_without_thread, {"w": torch.ones(10)}
     bcp.save(tmp_path / "first", state, async_save=True, options=bcp.SaveOptions(snapshot=snapshot)).result(20)
 
     def no_thread(*_: object) -> None:
@@ -380,7 +380,7 @@ def test_an_interrupt_where_there_can_be_no_thread_reaches_the_caller(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ThreadPool, "begin", no_thread)
-    monkeypatch.setattr(PreparedSave, "write_live", interrupted)
+    monkeypatch.setattr(PreparedSave, "prepare_without_thread", interrupted)
     with pytest.raises(KeyboardInterrupt):
         bcp.save(tmp_path / "a", state, async_save=True, options=bcp.SaveOptions(snapshot=snapshot))
     monkeypatch.undo()

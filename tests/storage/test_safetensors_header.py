@@ -169,6 +169,40 @@ def test_headers_that_cannot_be_right(content):
     assert caught.value.kind == "bad_manifest"
 
 
+_REPEATED = {
+    "tensor": b'{"a":%s,"a":%s}',
+    "something_else_first": b'{"a":{},"a":%s}',
+    "escaped": b'{"a":%s,"\\u0061":%s}',
+    "escaped_key_inside": b'{"a":{"dtype":"U8","shape":[2],"data\\u005foffsets":[0,2]},"a":%s}',
+    "metadata": b'{"__metadata__":{"k":"1"},"__metadata__":{"k":"2"},"a":%s}',
+    "with_spaces": b'{ "a" : %s , "a" : %s }  ',
+    "no_letters": b'{"":{},"":%s}',
+    "not_ascii": '{"é":%s,"é":%s}'.encode(),
+}
+
+
+@pytest.mark.parametrize("content", _REPEATED.values(), ids=_REPEATED)
+def test_a_name_that_comes_twice_is_refused(content):
+    entry = json.dumps(_entry(), separators=(",", ":")).encode()
+    with pytest.raises(CheckpointCorruptError, match="1 of its names are repeated") as caught:
+        decode_header(_header(content.replace(b"%s", entry)))
+    assert caught.value.kind == "bad_manifest"
+
+
+@given(st.dictionaries(st.text(max_size=5), st.text(max_size=5)), st.sets(st.text(max_size=8)), st.data())
+def test_names_that_come_once_are_read_however_they_are_written(metadata, names, data):
+    expected = sorted(names - {"__metadata__"})
+    tree = {
+        "__metadata__": metadata,
+        **{name: _entry(offsets=(2 * at, 2 * at + 2)) for at, name in enumerate(expected)},
+    }
+    is_ascii, gap = data.draw(st.booleans()), data.draw(st.sampled_from(["", " ", "\n"]))
+    text = json.dumps(tree, ensure_ascii=is_ascii, separators=(f",{gap}", f":{gap}"))
+    decoded = decode_header(_header(text.encode() + b" " * data.draw(st.integers(0, 3))))
+    assert [entry.name for entry in decoded.entries] == expected
+    assert decoded.metadata == metadata
+
+
 def test_headers_that_are_cut_short_or_too_long():
     for data, error, kind in [
         (b"1234567", CheckpointCorruptError, "truncated"),

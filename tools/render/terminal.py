@@ -172,7 +172,7 @@ class Screen:
                     for cell, number, width in cells
                 )
             )
-        # Where even the numbers do not fit, the window folds the lines: nothing of a number is lost.
+        # Where the columns that must stay do not fit, the window folds the lines: nothing of a number is lost.
         needed = indent + sum(fitted.widths) + len(GAP) * max(len(fitted.widths) - 1, 0)
         Console(file=self._stream, highlight=False, width=max(window, needed)).print(Padding(table, (0, 0, 0, indent)))
         if fitted.dropped:
@@ -211,7 +211,7 @@ def without(record: Any, *names: str) -> dict[str, Any]:
 
 
 class ShownColumns(NamedTuple):
-    """Columns that fit into a window."""
+    """Columns that are shown, and those that are not."""
 
     numbers: list[int]
     """Positions of the shown columns."""
@@ -222,12 +222,13 @@ class ShownColumns(NamedTuple):
 
 
 def fit_columns(columns: Sequence[Column], lengths: Sequence[int], room: int) -> ShownColumns:
-    """Chooses columns and widths that take at most `room` cells, gaps included, if the numbers fit at all.
+    """Chooses columns and their widths. They take at most `room` cells, gaps included, unless the columns that must
+    stay need more: each text at least 8 cells (fewer if it is shorter), any other column its whole length.
 
     Args:
         columns: All columns of the table.
         lengths: The cells that the longest content of each takes.
-        room: The width of the window.
+        room: The cells for the table: the width of the window without the indent.
     """
     shown = list(range(len(columns)))
     for number in sorted((n for n in shown if columns[n].drop), key=lambda n: columns[n].drop):

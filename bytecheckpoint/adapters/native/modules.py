@@ -89,9 +89,10 @@ class ModuleEntry:
         self._refused = Refusals([], ())
 
     def find_flat(self, optimizers: Sequence[FlatOptimizer]) -> None:
-        """Finds which parameters of the modules these optimizers keep flat.
+        """Finds the parameters of the modules that these optimizers, an engine of the entry or ZeRO 3 keep flat.
 
-        Raises CheckpointSaveError (unsupported_value) for parameters that cannot be read without their optimizer.
+        Raises CheckpointSaveError (unsupported_value) for flat memory that cannot be read, and for a parameter of which
+        DeepSpeed has a full-precision copy that was not found.
         """
         for index, part in enumerate(self._parts):
             if part.flat is None and (optimizers or self.engines or deepspeed.has_traces(part.tree)):

@@ -150,7 +150,9 @@ def unbuildable(values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[s
 
 
 def _on_meta(fqn: str, value: Any, checkpoint: CheckpointView) -> Any:
-    """Returns a leaf with meta tensors in place of tensors and references; None for a tensor that is not stored."""
+    """Returns the leaf of the checkpoint that has this checkpoint FQN, with a meta tensor in place of a tensor or a
+    reference; None for a reference to a tensor that is not stored, or that include or exclude leave out.
+    """
     if isinstance(value, TensorRef):
         tensor = checkpoint.tensors.get(checkpoint.rename(fqn))
         return None if tensor is None else placeholder(tensor)

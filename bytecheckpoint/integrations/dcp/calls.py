@@ -94,7 +94,7 @@ def save(
             on_conflict=on_conflict,
             is_async=False,
         )
-        return _metadata_of(handle.result().path, place, group, timeout_s=options.timeout_s)
+        return _metadata_of(handle.result().path, place.storage_options, group, timeout_s=options.timeout_s)
 
 
 def async_save(
@@ -348,13 +348,17 @@ def _ranks_of(
 
 
 def _metadata_of(
-    path: str, place: LoadTarget, process_group: dist.ProcessGroup | None, *, timeout_s: float
+    path: str,
+    storage_options: Mapping[str, Any] | None,
+    process_group: dist.ProcessGroup | None,
+    *,
+    timeout_s: float,
 ) -> Metadata:
-    """Returns the committed checkpoint as DCP describes it, read by one rank for all."""
+    """Returns the checkpoint at `path`, which was just committed, as DCP describes it; read by one rank for all."""
     about = Subject(path, None, is_save=True)
     ranks = join_ranks(process_group, timeout_s, about=about)
     with together(ranks, "reading what was saved", about=about):
-        source = open_together(ranks, place._replace(root=path, step=None), LoadOptions(timeout_s=timeout_s))
+        source = open_together(ranks, LoadTarget(path, None, storage_options), LoadOptions(timeout_s=timeout_s))
     ranks.close()
     return flattened(source.manifest, path, rank=0).metadata
 

@@ -189,7 +189,7 @@ class GroupStop:
 
     def _missing_error(self) -> CheckpointError:
         with suppress(RuntimeError):
-            silent = [rank for rank in range(self._num_ranks) if not self._store.check([_passed_key(rank)])]
+            silent = [rank for rank in range(self._num_ranks) if not self._store.check([_num_passed_key(rank)])]
             absent = tuple(self._global_ranks[rank] for rank in silent or (0,))
             return CheckpointError(
                 f"a stop was requested ({self.reason}), and {shown_ranks(absent)} did not report within "
@@ -229,7 +229,7 @@ class GroupStop:
             return False
         self._report()
         if self._rank == 0 and not self._store.check([_VERDICT]):
-            keys = [_passed_key(rank) for rank in range(self._num_ranks)]
+            keys = [_num_passed_key(rank) for rank in range(self._num_ranks)]
             if self._store.check(keys):
                 self._store.compare_set(_VERDICT, "", str(max(int(self._store.get(key)) for key in keys)))
         if not self._store.check([_VERDICT]):
@@ -247,7 +247,7 @@ class GroupStop:
         with self._changed:
             self._has_reported = True
             num_passed = self._num_passed
-        self._store.set(_passed_key(self._rank), str(num_passed))
+        self._store.set(_num_passed_key(self._rank), str(num_passed))
         self._is_report_written = True
 
     def close(self) -> None:
@@ -258,7 +258,7 @@ class GroupStop:
             return  # the store does not answer
         with suppress(RuntimeError):
             if not self._is_report_written:
-                self._store.set(_passed_key(self._rank), str(self._num_passed))
+                self._store.set(_num_passed_key(self._rank), str(self._num_passed))
             if self._rank == 0:  # no rank passes more boundaries than this one has, so none stops
                 self._store.compare_set(_VERDICT, "", str(self._num_passed))
 
@@ -296,7 +296,8 @@ def join_stop(
     return GroupStop(requests, store, token=token, rank=rank, global_ranks=ranks, timeout_s=timeout_s)
 
 
-def _passed_key(rank: int) -> str:
+def _num_passed_key(rank: int) -> str:
+    """Returns the key of the number of boundaries that a rank has passed."""
     return f"passed/{rank}"
 
 

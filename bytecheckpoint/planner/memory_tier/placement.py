@@ -50,8 +50,9 @@ def place_copies(places: Sequence[RankPlace], staged_bytes: Sequence[int], copie
 
     The copies of one host's ranks go to as few hosts as an even spread allows: the fewer pairs of hosts there are, the
     fewer losses of two hosts matter. Equal hosts form a ring, sorted by domain, and each step is as many hosts as the
-    largest domain has. Where a ring is uneven or impossible, each copy goes to the host that holds the fewest bytes,
-    beginning with the ranks that have the least choice.
+    largest domain has. Where a ring is uneven or impossible, the ranks with the least choice come first, and the copies
+    of one host's ranks go to one host until it has its share or they need another domain: then to the host that holds
+    the fewest bytes.
     """
     candidates = [_place_greedily(places, staged_bytes, copies)]
     ring = _place_on_a_ring(places, copies)

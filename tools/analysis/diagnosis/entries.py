@@ -152,8 +152,8 @@ def is_scheduler(value: Mapping[Any, Any]) -> bool:
 
 
 def is_model_state(tree: Any) -> bool:
-    """Returns True for a dict, of dicts or not, with at least one tensor, and nothing but tensors and the extra state
-    of modules.
+    """Returns True for a dict of nothing but tensors, the extra state of modules and dicts like it, with at least one
+    tensor in it and in each dict inside.
     """
     if not isinstance(tree, dict):
         return False

@@ -1,0 +1,56 @@
+"""Sources that carry something over from one pass to the next, and those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from data.sample_sources import Records
+
+from bytecheckpoint.data import Streams
+from bytecheckpoint.data.sources import carries_over
+
+
+@pytest.mark.parametrize("module", ["records", "datasets.records", "datasets.iterable_dataset"])
+def test_what_a_pass_left_is_kept_whatever_the_package_of_the_source_is_called(module: str) -> None:
+    class Rising(Records):
+        """Each pass begins with what the last one came to."""
+
+        total = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            for sample in super().__iter__():
+                self.total += sample
+                yield self.total
+
+        def state_dict(self) -> dict[str, Any]:
+            return super().state_dict() | {"total": self.total}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            self.total = state["total"]
+
+    Rising.__module__ = module
+    streams = Streams({"a": Rising([1, 2])}, rank=0, size=1, snapshot_every=1)
+    streams.is_tracked = True  # as inside a loader that reads ahead, so that nothing is asked at the save
+    reader = streams._begin_pass()
+    assert [sample for _, sample in reader] == [1, 3]
+    streams._take(reader.take_changes(), 1)
+    streams._lose_places()
+    saved = streams.stream_state("a")
+    assert saved["epoch"] == 1
+    again = Streams({"a": Rising([1, 2])}, rank=0, size=1)
+    again.load_streams({"a": saved}, again.shared_state())
+    assert list(again) == [4, 6]
+
+
+def test_an_iterable_dataset_of_hugging_face_begins_each_epoch_anew_also_in_a_subclass() -> None:
+    def state_dict(self: Any) -> dict[str, Any]:
+        return Records.state_dict(self)
+
+    members = {"__module__": "datasets.iterable_dataset", "state_dict": state_dict, "_ex_iterable": None}
+    hugging_face = type("IterableDataset", (Records,), members)
+    subclass = type("Own", (hugging_face,), {"__module__": "records"})
+    with_own_state = type("Own", (hugging_face,), {"__module__": "records", "state_dict": state_dict})
+    assert [carries_over(each([])) for each in (hugging_face, subclass, with_own_state)] == [False, False, True]
