@@ -217,8 +217,9 @@ def _refuse_if_collected(call: SaveCall, files: SaveFiles, content: bytes) -> No
         ) from error
 
 
-def check_is_shared(call: SaveCall, files: SaveFiles, content: bytes) -> None:
-    """Raises CheckpointSaveError (storage) if a file is not in the coordinator's folder, because hosts do not share it.
+def check_is_shared(call: SaveCall, files: SaveFiles, manifest_content: bytes) -> None:
+    """Raises CheckpointSaveError (storage) if the coordinator cannot read the last byte of each data file that the
+    manifest lists: hosts do not share the folder.
 
     It opens each file by its name: a network file system may list a folder as it was a minute ago.
     """
@@ -237,7 +238,7 @@ def check_is_shared(call: SaveCall, files: SaveFiles, content: bytes) -> None:
                 path=target.path,
             ) from error
 
-    written = open_manifest(content).files  # whose millions of chunks were checked before
+    written = open_manifest(manifest_content).files  # whose millions of chunks were checked before
     map_looks(check, written, num_threads=_LOOKS_IN_FLIGHT)
 
 
