@@ -158,8 +158,8 @@ def _name_left_out(models: list[SavedFile]) -> None:
 
 
 def _without_zero(optimizer: Any) -> dict[str, Any]:
-    """Returns entries for the optimizer of a training without ZeRO: `optimizer`, and `mixed_precision` for the rest of a
-    wrapper's state_dict. Returns none if `optimizer` is None.
+    """Returns entries for the optimizer of a training without ZeRO: `optimizer`, and `mixed_precision` for the rest of
+    a wrapper's state_dict. Returns none if `optimizer` is None.
     """
     if not isinstance(optimizer, dict):
         return {} if optimizer is None else {_OPTIMIZER_ENTRY: optimizer}

@@ -153,7 +153,7 @@ def _entries(items: Sequence[_StateEntry]) -> list[str]:
 
 
 def quoted(text: str) -> str:
-    """Returns a text as a literal in the quotes that formatters choose: double ones, unless more must be escaped then."""
+    """Returns a text as a literal in the quotes that formatters choose: double ones, unless they need more escapes."""
     if text.count('"') > text.count("'"):
         return repr(text)
     # With a single quote and no double ones, repr takes double quotes.
