@@ -181,12 +181,14 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         return no_tensor if any(name.startswith(f"{tree}.") for tree in self.manifest.objects) else ""
 
     def _is_plain(self, name: str) -> bool:
-        """Returns True if values of single ranks have this name or one above it, or plain data has it, a name above it
-        or a name below it.
+        """Returns True if this is the name of a value of single ranks, or of what may be in it; or if the tree of plain
+        data in which this name would be has a value of this name, above it or below it.
         """
         if any(name == fqn or name.startswith(f"{fqn}.") for fqn in self.manifest.rank_objects):
             return True
         for fqn, data in self.manifest.objects.items():
+            if name != fqn and not name.startswith(f"{fqn}."):
+                continue
             tree = decode_plain(data)
             if is_optimizer_tree(tree):  # an empty state is no value: its tensors lie elsewhere
                 tree = {"param_groups": None, **({"state": tree["state"]} if tree["state"] else {})}
