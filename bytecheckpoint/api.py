@@ -238,7 +238,7 @@ def resume(
         load_options: See LoadOptions. All other arguments are as for `load`.
 
     Returns:
-        The report, with `sources`; None, with the state unchanged, where no trace of a save was found.
+        The report, with `sources`; None, with the state unchanged, where no finished save was found.
 
     Raises:
         CheckpointCorruptError: Something was saved, and none of it can be loaded. The message lists it, and says if the

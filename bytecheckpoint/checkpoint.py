@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import decode_plain
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shards import LocalShard, torch_dtype
@@ -168,14 +169,33 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
     def _hint(self, fqn: object) -> str:
         """Returns similar names, or what the name is instead of a tensor."""
         name = str(fqn)
-        trees = [*self.manifest.objects, *self.manifest.rank_objects]
-        if any(name == tree or name.startswith(f"{tree}.") for tree in trees):
-            return "; plain data is in `objects`, and what differs between ranks in `rank_values`"
+        no_tensor = "; plain data is in `objects`, and what differs between ranks in `rank_values`"
+        if self._is_plain(name):
+            return no_tensor
         below = next((key for key in self if key.startswith(f"{name}.")), None)
         if below is not None:
             return f"; there are tensors below it, as {below!r}"
         near = [key for key in self if name in key][:_NUM_NEAR] or get_close_matches(name, list(self), _NUM_NEAR)
-        return f"; near are {', '.join(map(repr, near))}" if near else ""
+        if near:
+            return f"; near are {', '.join(map(repr, near))}"
+        return no_tensor if any(name.startswith(f"{tree}.") for tree in self.manifest.objects) else ""
+
+    def _is_plain(self, name: str) -> bool:
+        """Returns True if this is the name of a value of single ranks, or of what may be in it; or if the tree of plain
+        data in which this name would be has a value of this name, above it or below it.
+        """
+        if any(name == fqn or name.startswith(f"{fqn}.") for fqn in self.manifest.rank_objects):
+            return True
+        for fqn, data in self.manifest.objects.items():
+            if name != fqn and not name.startswith(f"{fqn}."):
+                continue
+            tree = decode_plain(data)
+            if is_optimizer_tree(tree):  # an empty state is no value: its tensors lie elsewhere
+                tree = {"param_groups": None, **({"state": tree["state"]} if tree["state"] else {})}
+            plain = [leaf for leaf, value in leaves(tree, fqn).items() if not isinstance(value, TensorRef)]
+            if any(name == leaf or name.startswith(f"{leaf}.") or leaf.startswith(f"{name}.") for leaf in plain):
+                return True
+        return False
 
     def state_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """Reads all tensors whose FQN starts with `prefix` into host memory, whole. The keys are the FQNs without

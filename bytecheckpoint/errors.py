@@ -17,7 +17,7 @@ react to what happened without reading messages; it knows nothing of how the fai
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _WHOLE_FROM = 100
@@ -115,6 +115,18 @@ ERROR_CLASSES: dict[str, type[CheckpointError]] = {
     )
 }
 """Error classes by name, for a failure that is sent from one rank to another."""
+
+
+def with_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error, its causes and contexts, and theirs; each once, also where an error is its own cause."""
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            left += each.__context__, each.__cause__
 
 
 def and_more(items: Sequence[str], limit: int, separator: str = ", ") -> str:

@@ -265,7 +265,9 @@ def run_resume(
     storage_options: Mapping[str, Any] | None,
     abandoned: Collection[int] = (),
 ) -> LoadReport | None:
-    """Does what `api.resume` promises; skips the `abandoned` steps at the path."""
+    """Does what `api.resume` promises; skips the `abandoned` steps at the path. Raises CheckpointMismatchError
+    (conflict) if nothing is left but such steps.
+    """
     loading = partial(
         run_load,
         root,

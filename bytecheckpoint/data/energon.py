@@ -18,7 +18,7 @@ _PREFIX = "worker_"
 
 
 class EnergonLoader:
-    """The elastic loader of a SavableDataLoader, which is to be loaded before it is read."""
+    """The elastic loader of a SavableDataLoader. A state can be loaded only before the first sample is read."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -44,7 +44,7 @@ class WaitingClients:
         self._idle: list[Store] = []
         self._under_way: dict[Future[bool], float] = {}
         """Waits, also those whose result is no longer wanted, with their ends on the monotonic clock."""
-        atexit.register(_end_waits, weakref.ref(self), os.getpid())
+        atexit.register(_await_waits, weakref.ref(self), os.getpid())
 
     def begin(self, prefix: str, key: str, limit_s: float) -> Future[bool]:
         """Starts a wait on a thread: its result is True once the key is there, False after `limit_s`. Raises
@@ -57,7 +57,7 @@ class WaitingClients:
         arrived.add_done_callback(lambda ended: self._under_way.pop(ended, None))
         return arrived
 
-    def end(self) -> None:
+    def await_ending(self) -> None:
         """Blocks until the waits whose limit ends within `_EXIT_S` from now have ended. Longer waits go on."""
         now = time.monotonic()
         soon = {arrived: until - now for arrived, until in [*self._under_way.items()] if until - now < _EXIT_S}
@@ -78,13 +78,13 @@ class WaitingClients:
         return True
 
 
-def _end_waits(reference: weakref.ref[WaitingClients], process: int) -> None:
-    """Ends the waits before the interpreter is torn down: a thread that returns from torch after that would end the
-    process with SIGABRT.
+def _await_waits(reference: weakref.ref[WaitingClients], process: int) -> None:
+    """Blocks until those waits have ended that could end while the interpreter is torn down: a thread that returns from
+    torch then would end the process with SIGABRT. Does nothing in another process than `process`.
     """
     clients = reference()
     if clients is not None and os.getpid() == process:
-        clients.end()
+        clients.await_ending()
 
 
 class CallStore:

@@ -29,7 +29,14 @@ from bytecheckpoint.memory_tier.damage import choose_good_places, damaged_files
 from bytecheckpoint.memory_tier.job_location import location_of
 from bytecheckpoint.memory_tier.part_of_save import memory_of
 from bytecheckpoint.memory_tier.rebuild import RebuildInput, needs_rebuild, rebuild
-from bytecheckpoint.memory_tier.seen import HostView, StoredManifest, look_at_host, look_at_path, look_for_branches
+from bytecheckpoint.memory_tier.seen import (
+    HostView,
+    StoredManifest,
+    look_at_host,
+    look_at_path,
+    look_for_branches,
+    newest_not_left,
+)
 from bytecheckpoint.memory_tier.sources import SOURCES, Use, count_sources
 from bytecheckpoint.name_maps.load import CheckpointFolder, mapped_manifest
 from bytecheckpoint.options import LoadOptions, NameMap, SaveOptions
@@ -90,6 +97,9 @@ class _Choice(msgspec.Struct, frozen=True, array_like=True):
     """Host of each rank."""
     is_stored_only: bool = False
     """True if only the path has files of the version, and it is committed there."""
+    stored_step: int | None = None
+    """Step at the path to load where nothing was found, though training has abandoned steps; None for the newest one,
+    also one of another program."""
 
 
 class ResumeCall:
@@ -135,7 +145,7 @@ class ResumeCall:
             choice, content = self._choose()
             version = choice.version
             if version is None:
-                return self._load_stored(calls)
+                return self._load_stored(calls, choice.stored_step)
             if needs_rebuild(version):
                 self._rebuild(version, content)
                 continue
@@ -230,7 +240,8 @@ class ResumeCall:
         if not versions:
             if lacking or self._given_up:
                 raise self._nothing_left(lacking)
-            return [msgspec.msgpack.encode(_Choice(None))] * ranks.num_ranks
+            stored_step = newest_not_left(store, self._abandoned) if self._abandoned else None
+            return [msgspec.msgpack.encode(_Choice(None, stored_step=stored_step))] * ranks.num_ranks
         version = versions[0]
         is_stored_only = not _is_held(version)
         has_manifest = [rank for rank, host in enumerate(hosts) if host in version.manifest_hosts]
@@ -342,12 +353,14 @@ class ResumeCall:
             self._damaged.append(DamagedHolding(version.save_id, name, holder))
         self._held = None
 
-    def _load_stored(self, calls: ResumeLoads) -> LoadReport | None:
-        """Loads the checkpoint at the path, also one of another program. Returns None if no checkpoint is there."""
+    def _load_stored(self, calls: ResumeLoads, step: int | None) -> LoadReport | None:
+        """Loads this step at the path, or for None the newest checkpoint there. Returns None if no checkpoint is there,
+        and raises the error if the step cannot be loaded.
+        """
         try:
-            report = calls.at_path(step="latest")
+            report = calls.at_path(step="latest" if step is None else step)
         except CheckpointNotFoundError as error:
-            if error.kind in {"not_found", "not_committed"}:
+            if step is None and error.kind in {"not_found", "not_committed"}:
                 return None
             raise
         return replace(report, sources=dict.fromkeys(SOURCES, 0))

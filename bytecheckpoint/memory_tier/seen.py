@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, and_more
 from bytecheckpoint.manifest import DataFile, open_manifest
 from bytecheckpoint.memory_tier.parity_block import FoundParity, scan_parity
 from bytecheckpoint.planner.memory_tier.resume_plan import HolderKind, SeenVersion, StoredVersion
@@ -182,6 +182,23 @@ def look_for_branches(
                 newest = each.version.generation or 0
                 found.append(each)
     return found
+
+
+def newest_not_left(store: Store, abandoned: Collection[int]) -> int | None:
+    """Returns the newest committed step that is not abandoned, also if its manifest cannot be read; None if no step is
+    committed. Raises CheckpointMismatchError (conflict) if all committed steps are abandoned.
+    """
+    newest = next(_steps_at(store, abandoned), None)
+    left = list(_steps_at(store, ())) if newest is None else []
+    if left:
+        raise CheckpointMismatchError(
+            f"{store} has no step to go on from, but holds the steps {and_more(list(map(str, left)), 10)}, which "
+            "training left, as committed checkpoints; nothing was changed, and training does not begin anew by itself: "
+            "restore a step by its number, or give the manager another root",
+            kind="conflict",
+            path=str(store),
+        )
+    return newest
 
 
 def _steps_at(store: Store, abandoned: Collection[int]) -> Iterator[int]:

@@ -159,15 +159,16 @@ def _merge(file: int, items: _Items, extents: ExtentIndex, max_gap_bytes: int, m
 
 
 def _runs(items: _Items, extents: ExtentIndex) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
-    """Returns the numbers of the items in file order, and the runs of items that need the same extents: start and end
-    of the extents, and the index of the run's first item in that order. A frame, which is an extent, is its own run.
+    """Returns the numbers of the items in file order, and the runs of items that need the same extents: the byte
+    offsets at which these extents start and end, and the index of the run's first item in that order. A frame, which is
+    an extent, is its own run.
     """
     starts, ends = items.bounds()
     order = np.lexsort((ends, starts))
-    firsts, lasts = extents.widen_all(starts[order], ends[order])
-    changes = np.flatnonzero((np.diff(firsts) != 0) | (np.diff(lasts) != 0)) + 1
+    extent_starts, extent_ends = extents.widen_all(starts[order], ends[order])
+    changes = np.flatnonzero((np.diff(extent_starts) != 0) | (np.diff(extent_ends) != 0)) + 1
     places = np.append(0, changes) if len(order) else changes
-    return order, list(zip(firsts[places].tolist(), lasts[places].tolist(), places.tolist(), strict=True))
+    return order, list(zip(extent_starts[places].tolist(), extent_ends[places].tolist(), places.tolist(), strict=True))
 
 
 def fetch_of(file: int, start: int, end: int, items: Sequence[Part | Frame]) -> Fetch:

@@ -113,12 +113,13 @@ class ProgressMeter:
         """Calls `on_progress`. Unless it `is_due`, the report is left out while another is under way or was made just
         now. An error of `on_progress` is logged and ends the reports; only an interrupt of the main thread is raised.
         """
-        if self._on_progress is None or not self._reporting.acquire(blocking=is_due):
+        if not self.is_watched or not self._reporting.acquire(blocking=is_due):
             return
         try:
-            if is_due or time.monotonic() - self._reported_at >= _REPORT_S:
+            on_progress = self._on_progress  # None if it failed while this thread waited
+            if on_progress is not None and (is_due or time.monotonic() - self._reported_at >= _REPORT_S):
                 self._reported_at = time.monotonic()
-                self._on_progress(self.now())
+                on_progress(self.now())
         except BaseException as error:
             self._on_progress = None
             # On the main thread it may come from Ctrl-C or a signal handler, which must not be lost.

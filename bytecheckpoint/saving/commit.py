@@ -184,11 +184,11 @@ def _create_manifest(call: SaveCall, files: SaveFiles, content: bytes, undo: Exi
     return replaced
 
 
-def _check_owner_again(files: SaveFiles, content: bytes) -> None:
+def _check_owner_again(files: SaveFiles, manifest_content: bytes) -> None:
     """Raises CheckpointSaveError (superseded) if another owner took the root between the first check and the commit.
     If that owner has deleted data of this save as garbage, first deletes the manifest of this save as well.
     """
-    target, manifest = files.target, open_manifest(content)
+    target, manifest = files.target, open_manifest(manifest_content)
     try:
         if target.owner is not None:
             target.owner.check()
@@ -202,9 +202,9 @@ def _check_owner_again(files: SaveFiles, content: bytes) -> None:
         raise CheckpointSaveError(f"{error.message}. {outcome}", kind=error.kind, path=error.path) from error
 
 
-def _refuse_if_collected(call: SaveCall, files: SaveFiles, content: bytes) -> None:
+def _refuse_if_collected(call: SaveCall, files: SaveFiles, manifest_content: bytes) -> None:
     """Raises CheckpointSaveError (storage) if garbage collection has deleted data of this save."""
-    target, manifest = files.target, open_manifest(content)
+    target, manifest = files.target, open_manifest(manifest_content)
     try:
         layout.check_files(target.store, target.folder, manifest, range(len(manifest.files)))
     except (CheckpointNotFoundError, CheckpointCorruptError) as error:
@@ -217,8 +217,9 @@ def _refuse_if_collected(call: SaveCall, files: SaveFiles, content: bytes) -> No
         ) from error
 
 
-def check_is_shared(call: SaveCall, files: SaveFiles, content: bytes) -> None:
-    """Raises CheckpointSaveError (storage) if a file is not in the coordinator's folder, because hosts do not share it.
+def check_is_shared(call: SaveCall, files: SaveFiles, manifest_content: bytes) -> None:
+    """Raises CheckpointSaveError (storage) if the coordinator cannot read the last byte of each data file that the
+    manifest lists: hosts do not share the folder.
 
     It opens each file by its name: a network file system may list a folder as it was a minute ago.
     """
@@ -237,7 +238,7 @@ def check_is_shared(call: SaveCall, files: SaveFiles, content: bytes) -> None:
                 path=target.path,
             ) from error
 
-    written = open_manifest(content).files  # whose millions of chunks were checked before
+    written = open_manifest(manifest_content).files  # whose millions of chunks were checked before
     map_looks(check, written, num_threads=_LOOKS_IN_FLIGHT)
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Literal
 
-from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError, with_causes
 from bytecheckpoint.info import CheckpointInfo, LocalInfo
 from bytecheckpoint.runtime.notebook_html import facts_html
 from bytecheckpoint.runtime.progress import Progress, ProgressMeter
@@ -279,9 +279,7 @@ class SaveProgress:
             self._on_seen()
 
 
-def _clear_frames(error: BaseException | None) -> None:
-    """Frees the state that the frames of a kept error hold."""
-    if error is not None:
-        traceback.clear_frames(error.__traceback__)
-        _clear_frames(error.__cause__)
-        _clear_frames(error.__context__ if error.__context__ is not error.__cause__ else None)
+def _clear_frames(error: BaseException) -> None:
+    """Frees the state that the frames of a kept error, and of the errors behind it, hold."""
+    for each in with_causes(error):
+        traceback.clear_frames(each.__traceback__)

@@ -107,8 +107,8 @@ def write_files(
     scratch: BufferPool,
     reuse: FileReuse | None,
 ) -> list[WrittenFile]:
-    """Writes all files of this rank durably, or takes equal ones from `reuse`; returns both kinds, in the order of the
-    plan. Files of compressed tensors are put together in `scratch`.
+    """Writes all files of this rank durably, except for frozen ones of which `reuse` has an equal file: those are
+    taken. Returns both kinds, in the order of the plan. Files of compressed tensors are put together in `scratch`.
     """
     meter.begin("write", sum(planned.byte_length for planned in files.planned))
     num_raw = sum(not planned.codecs for planned in files.planned)  # they come first

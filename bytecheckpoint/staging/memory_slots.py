@@ -79,10 +79,10 @@ class JobMemory:
         self._lengths = list(lengths)
         num_bytes = slot_file.slot_bytes(lengths)
         if self._filling is None:
-            self._filling = self._free_slot(num_bytes, max_bytes)
-        slot = self._filling
-        self._reserve(slot, num_bytes, max_bytes)
-        return slot.begin(lengths)
+            self._filling = self._reserved_slot(num_bytes, max_bytes)
+        else:
+            self._reserve(self._filling, num_bytes, max_bytes)
+        return self._filling.begin(lengths)
 
     def reserve(self, lengths: Sequence[int], *, max_bytes: int | None) -> None:
         """Allocates both slots ahead of the first save. Raises CheckpointSaveError (no_space)."""
@@ -235,24 +235,35 @@ class JobMemory:
     def _is_free(self, found: FoundSlot) -> bool:
         return found.save_id not in self._needed() and all(found.path != slot.path for slot in self._slots)
 
-    def _free_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
+    def _reserved_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
+        """Returns a slot that is free and at least `num_bytes` long; without room for one, the slot that `take` names,
+        for which the free ones of this process are unlinked. Raises CheckpointSaveError (no_space).
+        """
         needed = self._needed()
-        own = [slot for slot in self._slots if slot.save_id not in needed]
-        if own:
-            return own[0]
         try:
-            return self._add_slot(num_bytes, max_bytes)
+            return self._reserved_free_slot(needed, num_bytes, max_bytes)
         except CheckpointSaveError:
             protected = version_files.protected_save(self.job) if len(needed) > 1 else ""
             protected_slot = next((slot for slot in self._slots if protected and slot.save_id == protected), None)
             if protected_slot is None:
                 raise
+        for slot in [slot for slot in self._slots if slot.save_id not in needed]:  # their room is for the protected one
+            self._slots.remove(slot)
+            slot.remove()
+        self._reserve(protected_slot, num_bytes, max_bytes)
         logger.warning(
             "there is no room in %s for a slot beside those of the newest save and of the newest one that survives a "
             "host: until copies of a save succeed again, the loss of a host costs what memory holds",
             self.job.root,
         )
         return protected_slot
+
+    def _reserved_free_slot(self, needed: Collection[str], num_bytes: int, max_bytes: int | None) -> Slot:
+        own = [slot for slot in self._slots if slot.save_id not in needed]
+        best = min(own, key=lambda slot: (slot.capacity < num_bytes, abs(slot.capacity - num_bytes)), default=None)
+        slot = self._add_slot(num_bytes, max_bytes) if best is None else best
+        self._reserve(slot, num_bytes, max_bytes)
+        return slot
 
     def _add_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
         """Takes a slot that no process holds: the smallest that is large enough, or else the largest. Makes one if

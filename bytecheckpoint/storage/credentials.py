@@ -7,6 +7,7 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from urllib.parse import quote, quote_plus, unquote
 
+from bytecheckpoint.errors import with_causes
 from bytecheckpoint.storage.backends.posix_errors import describe
 
 _QUERY = re.compile(r"\?.*?(?=::|\Z)", re.DOTALL)
@@ -91,13 +92,10 @@ def _secrets_of_option(name: str, value: object) -> Iterator[str]:
             yield from _STRING_FIELD.findall(f";{value}")
 
 
-def contains_secret(error: BaseException | None, secrets: frozenset[str]) -> bool:
-    """Returns True if a traceback of the error, with its causes, would show a secret."""
-    while error is not None:
-        if any(secret in str(error) or secret in repr(error) for secret in secrets):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def contains_secret(error: BaseException, secrets: frozenset[str]) -> bool:
+    """Returns True if a traceback of the error, with its causes, could show a secret."""
+    texts = (text for each in with_causes(error) for text in (str(each), repr(each)))
+    return any(secret in text for text in texts for secret in secrets)
 
 
 def describe_safely(error: BaseException, secrets: frozenset[str]) -> str:

@@ -59,7 +59,7 @@ def test_a_wait_has_a_limit_and_its_connection_serves_the_next_one(store: Any) -
 def test_an_abandoned_wait_that_ends_soon_is_over_before_the_process_ends() -> None:
     clients = WaitingClients(tcp_store(use_libuv=True), 2)
     soon, late = clients.begin("", "never", 0.3), clients.begin("", "nor this", 30.0)
-    clients.end()
+    clients.await_ending()
     assert soon.done()
     assert not late.done()
     clients.store.set("nor this", b"")

@@ -4,6 +4,7 @@ runs and loads what was saved.
 
 from __future__ import annotations
 
+import ast
 import pickle
 import shlex
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from test_deepspeed_folders import classes
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import bytecheckpoint as bcp
+from bytecheckpoint.tools.analysis.diagnosis.load_code import quoted
 
 __all__ = ["call", "classes"]
 
@@ -586,6 +588,22 @@ def test_the_code_is_right_and_safe_for_names_with_any_character(tmp_path: Path,
         assert_same(model.state_dict(), saved[name].state_dict())
     printed = call("doctor", "--checkpoint", tmp_path / "x.pt").out
     assert all(f"    {line}\n" in printed for code in found for line in code["lines"])
+
+
+@pytest.mark.parametrize(
+    ("text", "literal"),
+    [
+        ("", '""'),
+        ("it's", '"it\'s"'),
+        ('say "x"', "'say \"x\"'"),
+        ("it's \"x", '"it\'s \\"x"'),
+        ('it\'s "x"', "'it\\'s \"x\"'"),
+        ("a\\b\n\u202e", '"a\\\\b\\n\\u202e"'),
+    ],
+)
+def test_a_literal_has_the_quotes_that_formatters_choose(text: str, literal: str) -> None:
+    assert quoted(text) == literal
+    assert ast.literal_eval(literal) == text
 
 
 def test_no_credentials_of_a_url_are_shown(call: Any) -> None:

@@ -23,6 +23,7 @@ from bytecheckpoint.memory_tier import part_of_save
 from bytecheckpoint.saving import commit
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.saving.prepare import PreparedSave
+from distributed.workers import WorkerPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:the memory root")
 
@@ -75,6 +76,66 @@ def test_steps_that_training_left_are_not_restored_when_memory_is_lost(
     assert report is not None
     assert report.step == 20
     assert bool((state["x"] == 120).all())
+
+
+def leave_step_20(tmp_path: Path) -> None:
+    """Training goes back to step 10, commits step 11, and so abandons step 20; then memory is lost."""
+    with manager_of(tmp_path) as manager:
+        for step in (10, 20):
+            manager.save(step, state_of(step))
+    with manager_of(tmp_path) as manager:
+        manager.restore(state_of(-1), step=10)
+        manager.save(11, state_of(11), force=True)
+    shutil.rmtree(tmp_path / "memory")
+
+
+@pytest.fixture
+def memory_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_step_20(tmp_path)
+    monkeypatch.setattr(process_state(), "memories", {})
+
+
+@pytest.mark.usefixtures("memory_is_lost")
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_an_abandoned_step_is_not_restored_where_no_other_one_can_be_read(tmp_path: Path, has_memory: bool) -> None:
+    for step in (10, 11):
+        (tmp_path / "run" / f"step_{step:08d}" / "manifest.bcp").write_bytes(b"noise")
+    state = state_of(-1)
+    manager = manager_of(tmp_path) if has_memory else bcp.CheckpointManager(tmp_path / "run")
+    with manager, pytest.raises(bcp.CheckpointCorruptError, match="step_00000011"):
+        manager.restore(state)
+    assert bool((state["x"] == -1).all())
+
+
+@pytest.mark.usefixtures("memory_is_lost")
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_training_does_not_begin_anew_beside_abandoned_steps_alone(tmp_path: Path, has_memory: bool) -> None:
+    for step in (10, 11):
+        shutil.rmtree(tmp_path / "run" / f"step_{step:08d}")
+    state = state_of(-1)
+    manager = manager_of(tmp_path) if has_memory else bcp.CheckpointManager(tmp_path / "run")
+    with manager, pytest.raises(bcp.CheckpointMismatchError, match="holds the steps 20, which training left") as raised:
+        manager.restore(state)
+    assert raised.value.kind == "conflict"
+    assert bool((state["x"] == -1).all())
+
+
+def restore_on_ranks(rank: int, world_size: int, folder: str) -> str:
+    with manager_of(Path(folder)) as manager:
+        try:
+            report = manager.restore(state_of(-1))
+        except bcp.CheckpointError as error:
+            return error.kind
+        return "none" if report is None else f"step {report.step}"
+
+
+@pytest.mark.usefixtures("memory_is_lost")
+def test_all_ranks_refuse_an_abandoned_step_alike(workers: WorkerPool, tmp_path: Path) -> None:
+    (tmp_path / "run" / "step_00000010" / "manifest.bcp").write_bytes(b"noise")
+    shutil.rmtree(tmp_path / "run" / "step_00000011")
+    assert workers.run(restore_on_ranks, str(tmp_path), world_size=2) == ["bad_manifest"] * 2
+    shutil.rmtree(tmp_path / "run" / "step_00000010")
+    assert workers.run(restore_on_ranks, str(tmp_path), world_size=2) == ["conflict"] * 2
 
 
 def save_in_memory_alone(manager: bcp.CheckpointManager, step: int, state: dict[str, Any]) -> None:

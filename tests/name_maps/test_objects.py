@@ -35,6 +35,7 @@ def saved(tmp_path: Path) -> Path:
         "scheduler": scheduler,
         "plain": extra,
         "half": torch.ones(4).half(),
+        "weights": model.state_dict(),
     }
     bcp.save(tmp_path / "r", state, step=7, metadata={"run": "demo"})
     return tmp_path / "r"
@@ -60,7 +61,13 @@ def test_a_wrong_name_is_told_of_near_ones(saved: Path) -> None:
         ("model.0.wieght", "near are 'model.0.weight'"),
         ("0.weight", "near are 'model.0.weight'"),
         ("model.0", "there are tensors below it, as 'model.0."),
+        ("weights.1.wieght", "near are 'weights.1.weight'"),
+        ("weights", "there are tensors below it, as 'weights."),
+        ("optimizer.state.0.weight.exp_av", "near are 'optimizer.state.0.weight.exp_avg'"),
+        ("optimizer.param_groups.0.lr", "plain data is in `objects`"),
         ("scheduler.last_epoch", "plain data is in `objects`"),
+        ("plain.pair", "plain data is in `objects`"),
+        ("plain", "plain data is in `objects`"),
     ):
         with pytest.raises(KeyError, match="is not a tensor of") as caught:
             opened[wrong]
@@ -157,7 +164,7 @@ def test_what_numpy_has_no_dtype_for_is_a_type_error_that_says_how(tmp_path: Pat
 def test_a_tree_is_the_state_as_it_was_given(saved: Path) -> None:
     tree = bcp.load_tree(saved)
     model, _, scheduler = trained()
-    assert set(tree) == {"model", "optimizer", "scheduler", "plain", "half"}
+    assert set(tree) == {"model", "optimizer", "scheduler", "plain", "half", "weights"}
     fresh = mlp(1)
     fresh.load_state_dict(tree["model"])
     assert all(map(torch.equal, fresh.parameters(), model.parameters()))

@@ -134,6 +134,27 @@ def test_a_failed_save_raises_in_result_every_time(tmp_path: Path) -> None:
     assert loads_as(tmp_path, 0, 2.0)
 
 
+def raise_caused_by_itself(*_: Any) -> None:
+    error = OSError(5, "its own cause")
+    raise error from error
+
+
+def raise_caused_by_its_own_effect(*_: Any) -> None:
+    first, second = OSError(5, "the first of a circle"), OSError(5, "the second of a circle")
+    first.__context__ = second
+    raise second from first
+
+
+@pytest.mark.parametrize("fail", [raise_caused_by_itself, raise_caused_by_its_own_effect])
+def test_a_failure_whose_causes_form_a_circle_ends_the_save(tmp_path: Path, fail: Callable[..., None]) -> None:
+    with before(WRITING, fail):
+        handle = bcp.save(tmp_path, state_of(0, 1.0), async_save=True)
+        with pytest.raises(bcp.CheckpointSaveError, match=r"its own cause|of a circle"):
+            handle.result(20)
+    bcp.save(tmp_path, state_of(0, 2.0))
+    assert loads_as(tmp_path, 0, 2.0)
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_failure_that_nobody_saw_raises_at_the_next_save_and_only_there(tmp_path: Path, is_async: bool) -> None:
     failed_save(tmp_path / "first")

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,29 @@ def test_what_on_progress_raises_is_logged_once_and_the_save_goes_on(tmp_path, c
     assert bcp.latest(tmp_path) is None
     assert bcp.open(tmp_path / "c").info.save_id == info.save_id
     assert len(calls) == 1
+    assert caplog.text.count("on_progress failed") == 1
+
+
+def test_a_report_that_waited_for_the_one_that_failed_is_left_out(caplog) -> None:
+    is_in, goes_on = threading.Event(), threading.Event()
+
+    def fail(progress: bcp.Progress) -> None:
+        if progress.phase == "write":
+            is_in.set()
+            assert goes_on.wait(20)
+            raise RuntimeError("a bug of the user")
+
+    meter = ProgressMeter("p", 0, "save", fail)
+    first, second = (threading.Thread(target=meter.begin, args=(phase,)) for phase in ("write", "commit"))
+    first.start()
+    assert is_in.wait(20)
+    second.start()
+    while meter.now().phase != "commit":
+        time.sleep(0.001)
+    time.sleep(0.1)  # until it waits
+    goes_on.set()
+    first.join(20)
+    second.join(20)
     assert caplog.text.count("on_progress failed") == 1
 
 

@@ -4,7 +4,7 @@ import base64
 
 import pytest
 
-from bytecheckpoint.storage.credentials import describe_safely, find_secrets, showable_url
+from bytecheckpoint.storage.credentials import contains_secret, describe_safely, find_secrets, showable_url
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,10 @@ def test_what_is_no_secret_is_shown():
     }
     words = "https://host:9000/path is not in us-east-1"
     assert describe_safely(ValueError(words), find_secrets("s3://bucket/run", options)) == words
+
+
+def test_a_secret_is_found_behind_an_error_that_is_its_own_cause():
+    behind, error = OSError("the key is s3cr3t"), OSError("no access")
+    error.__cause__, error.__context__ = error, behind
+    assert contains_secret(error, frozenset({"s3cr3t"}))
+    assert not contains_secret(error, frozenset({"another"}))

@@ -37,8 +37,8 @@ def ordinary(rank: int, *, write_s: float = 1.0, late_s: float = 0.0) -> dict[st
     return record(rank, phases, late_s=late_s)
 
 
-def checkpoint_with_telemetry(folder: Path, records: Sequence[Mapping[str, Any]], **provenance: Any) -> Path:
-    """Writes an empty checkpoint with this telemetry."""
+def checkpoint_with_telemetry(folder: Path, records: Sequence[Any], **provenance: Any) -> Path:
+    """Writes an empty checkpoint with this telemetry: for each file a record, or a list of records."""
     (folder / "telemetry").mkdir(parents=True)
     manifest = Manifest(save_id=SAVE_ID, provenance={"world_size": len(records), **provenance})
     (folder / "manifest.bcp").write_bytes(encode_manifest(manifest))

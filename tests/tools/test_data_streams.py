@@ -75,6 +75,24 @@ def test_a_checkpoint_without_a_loader_says_so(call, saved_root) -> None:
     assert "no state of a data loader" in call("show", saved_root, "--data").out
 
 
+class RankLoader:
+    """A loader with one state, and without streams."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_states_of_ranks_are_counted(call, workers, tmp_path) -> None:
+    workers.run(save_states_by, str(tmp_path), world_size=2)
+    assert "2 rank states saved by 2 data-parallel ranks" in call("show", tmp_path, "--data").out
+
+
+def save_states_by(rank: int, world_size: int, path: str) -> None:
+    bcp.save(path, {"data": bcp.DataLoaderState(RankLoader(), rank=rank, size=world_size, elastic="same")})
+
+
 def test_rows_of_streams_are_limited(call, run) -> None:
     assert "... and 2 more streams: --limit 0 shows all" in call("show", run, "--data", "--limit", 1).out
 

@@ -216,6 +216,12 @@ def test_how_the_save_went_is_drawn(call, tmp_path) -> None:
     assert "called late" not in words(page.find("body/h1"))
 
 
+def test_telemetry_that_cannot_be_read_is_counted_by_files(call, tmp_path) -> None:
+    block = [record(rank, {}, started_at=-1.0) for rank in range(4)]
+    path = checkpoint_with_telemetry(tmp_path / "c", [[ordinary(8), *block], ordinary(9)])
+    assert "1 telemetry file could not be read whole" in words(page_of(call, path))
+
+
 def test_a_checkpoint_without_telemetry_or_tensors_has_a_page(call, tmp_path) -> None:
     bcp.save(tmp_path / "c", {"x": 1})
     shutil.rmtree(tmp_path / "c" / "telemetry")

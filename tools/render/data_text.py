@@ -25,7 +25,7 @@ def print_data(screen: Screen, records: Sequence[DataRecord], *, limit: int) -> 
 
 
 def _title(record: DataRecord) -> str:
-    what = count_text(len(record.streams), "stream" if record.keyed_by == "stream" else "state of a rank")
+    what = count_text(len(record.streams), "stream" if record.keyed_by == "stream" else "rank state")
     taken = "" if record.samples is None else f", {count_text(record.samples, 'sample')} taken"
     by = f"saved by {count_text(record.size, 'data-parallel rank')}"
     return f"{record.fqn}: {record.loader}, {what} {by}, elastic {record.elastic}{taken}"

@@ -64,7 +64,7 @@ class StyledCell(str):
 
 
 def printable(text: str) -> str:
-    """Escapes control characters: names in a checkpoint may hold what would steer a terminal."""
+    """Escapes what is not printable: names in a checkpoint may hold what would steer a terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

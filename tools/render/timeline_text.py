@@ -55,7 +55,7 @@ def print_timeline(
         screen.section(SLOW_TABLE, slowest)
     for item in records.unreadable[:_SHOWN_UNREADABLE]:
         screen.paragraph(f"cannot be understood: {item.name}: {item.what}", style="red")
-    screen.rest(len(records.unreadable), _SHOWN_UNREADABLE, " files like that: --json lists all")
+    screen.rest(len(records.unreadable), _SHOWN_UNREADABLE, " like that: --json lists all")
     if trace_path is not None:
         screen.paragraph(f"trace written to {trace_path}: open it in ui.perfetto.dev or chrome://tracing")
 

@@ -46,8 +46,10 @@ class HostRanks:
         return min(self.rank, *self.others) if self.others else -1
 
     @property
-    def max_parts(self) -> int:
-        """Number of parts of its memory that this rank may have announced at a time, so that no queue ever fills up."""
+    def max_parts_of_arena(self) -> int:
+        """Number of parts that each of this rank's two arenas may have announced at a time, so that no queue fills up:
+        those of both, and the answers to them, take at most half of one.
+        """
         return max(1, QUEUE_MESSAGES // (8 * (1 + len(self.others))))
 
     def open(self, offers: Mapping[int, MemoryOffer]) -> None:

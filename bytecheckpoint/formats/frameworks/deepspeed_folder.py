@@ -158,7 +158,9 @@ def _name_left_out(models: list[SavedFile]) -> None:
 
 
 def _without_zero(optimizer: Any) -> dict[str, Any]:
-    """Returns the optimizer of a training without ZeRO as entries: torch's state_dict, or that of a wrapper."""
+    """Returns entries for the optimizer of a training without ZeRO: `optimizer`, and `mixed_precision` for the rest of
+    a wrapper's state_dict. Returns none if `optimizer` is None.
+    """
     if not isinstance(optimizer, dict):
         return {} if optimizer is None else {_OPTIMIZER_ENTRY: optimizer}
     if not isinstance(optimizer.get(_INNER), dict):

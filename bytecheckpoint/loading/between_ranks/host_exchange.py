@@ -226,7 +226,7 @@ class Arenas(NamedTuple):
 def divide_memory(host_ranks: HostRanks, read_bytes: int) -> Arenas:
     """Divides the shared memory of this rank; `read_bytes` are for units that it reads, the rest for received ones."""
     parts = (range(read_bytes), range(read_bytes, host_ranks.content.nbytes))
-    return Arenas(*(Arena(host_ranks.content, part, max_parts=host_ranks.max_parts) for part in parts))
+    return Arenas(*(Arena(host_ranks.content, part, max_parts=host_ranks.max_parts_of_arena) for part in parts))
 
 
 def _unit(fetch: Fetch) -> Unit:

@@ -29,6 +29,8 @@ class StepChange(NamedTuple):
     pinned: bool | None = None
     """None leaves the pin as it is."""
     leased_until: float = 0.0
+    """End of a new lease, in seconds since 1970 by the clock of the storage. A known lease that ends later stays; 0.0
+    adds none."""
 
 
 class KnownSteps:

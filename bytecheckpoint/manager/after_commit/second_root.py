@@ -166,8 +166,8 @@ class SecondRoot:
         self._pauses.pause()
 
     def _is_superseded(self) -> bool:
-        """Returns True if another manager owns the root and makes the copies. The saves of this manager raise the
-        error.
+        """Returns True if another manager owns the first root, and so makes the copies. The next save of this manager
+        raises the error.
         """
         try:
             self._generation.check(outcome="")

@@ -153,8 +153,11 @@ def _entries(items: Sequence[_StateEntry]) -> list[str]:
 
 
 def quoted(text: str) -> str:
-    """Returns a text as a literal in the quotes that formatters choose."""
-    return f'"{text}"' if repr(text) == f"'{text}'" and '"' not in text else repr(text)
+    """Returns a text as a literal in the quotes that formatters choose: double ones, unless they need more escapes."""
+    if text.count('"') > text.count("'"):
+        return repr(text)
+    # With a single quote and no double ones, repr takes double quotes.
+    return '"' + r"\"".join(repr(f"'{part}")[2:-1] for part in text.split('"')) + '"'
 
 
 def _rule(part: Part) -> str:
@@ -169,7 +172,7 @@ def _rule(part: Part) -> str:
 def _renaming(pattern: str, new: str) -> str:
     """Returns a rule of key_map as code. Hazard: pattern and new name may hold any character."""
     is_raw = pattern.isprintable() and '"' not in pattern and not pattern.endswith("\\")
-    old = f'r"{pattern}"' if is_raw else repr(pattern)
+    old = f'r"{pattern}"' if is_raw else quoted(pattern)
     new = new.replace("\\", r"\\")
     return f"({old}, {quoted(new)})"
 

@@ -137,7 +137,8 @@ def _save(records: SaveRecords) -> Iterator[str]:
     phases = phases_of(records.ranks)
     slowest = slowest_ranks(records.ranks, phases, _NUM_SLOWEST)
     if records.unreadable:
-        yield note(f"{count_text(len(records.unreadable), 'rank')} left telemetry that cannot be understood.")
+        num_files = len({item.name for item in records.unreadable})
+        yield note(f"{count_text(num_files, 'telemetry file')} could not be read whole: ranks are missing here.")
     if phases:
         yield gantt(records.ranks, phases)
         yield legend([shortened(phase.name, 40) for phase in phases])

@@ -1,0 +1,119 @@
+"""Which slot a save to memory gets, and what stays whole meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import bytecheckpoint as bcp
+from bytecheckpoint.manifest import Manifest, encode_manifest
+from bytecheckpoint.staging.memory_slots import JobMemory
+from bytecheckpoint.storage.memory_root import slot_file, version_files
+from bytecheckpoint.storage.memory_root.job_folder import open_job
+from bytecheckpoint.storage.memory_root.slot_file import Slot
+from bytecheckpoint.storage.memory_root.version_files import VersionRecord
+
+MIB = 1 << 20
+PROTECTED, NEWEST = "a" * 16, "b" * 16
+
+
+def memory_of(tmp_path: Path) -> JobMemory:
+    return JobMemory(open_job(str(tmp_path / "memory"), str(tmp_path / "ckpt")))
+
+
+def hold(memory: JobMemory, save_id: str, num_bytes: int, *, is_protected: bool) -> None:
+    """Makes a save complete in memory, as one that survives the loss of a host or one whose copies failed."""
+    step = memory.newest.number + 1
+    memory.begin_save()
+    memory.take([num_bytes], max_bytes=None)[:] = bytes([step]) * num_bytes
+    memory.fill(save_id, step, 0, [(0, 0)])
+    record = VersionRecord(save_id, 1, step, step, f"step_{step:08d}")
+    version_files.add_pending(memory.job, record, encode_manifest(Manifest(save_id=save_id, step=step)))
+    memory.settle(save_id)
+    memory.note_complete(record)
+    version_files.mark_complete(memory.job, save_id)
+    if is_protected:
+        version_files.note_protected(memory.job, save_id)
+        memory.settle(save_id, is_protected=True)
+
+
+def held(memory: JobMemory) -> dict[str, set[int]]:
+    """Returns the values of the bytes of each save that is whole in a slot."""
+    found = {}
+    for slot in slot_file.scan(memory.job.slots):
+        for place in slot.places().values():
+            with open(place.path, "rb") as file:
+                file.seek(place.byte_offset)
+                found[slot.save_id] = set(file.read(place.byte_length))
+    return found
+
+
+@pytest.fixture
+def three_slots(tmp_path: Path) -> JobMemory:
+    """Memory with a save that survives a host, a newer one that does not, and a free slot, of 1 MiB each."""
+    memory = memory_of(tmp_path)
+    hold(memory, PROTECTED, MIB, is_protected=True)
+    hold(memory, "c" * 16, MIB, is_protected=False)
+    hold(memory, NEWEST, MIB, is_protected=False)
+    assert held(memory) == {PROTECTED: {1}, "c" * 16: {2}, NEWEST: {3}}
+    memory.begin_save()
+    return memory
+
+
+def test_a_longer_save_has_a_free_slot_lengthened_where_there_is_room(three_slots: JobMemory) -> None:
+    assert len(three_slots.take([2 * MIB], max_bytes=8 * MIB)) == 2 * MIB
+    assert held(three_slots) == {PROTECTED: {1}, NEWEST: {3}}
+
+
+def test_a_longer_save_without_room_to_lengthen_a_free_slot_takes_the_protected_one(
+    three_slots: JobMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "bytecheckpoint"):
+        image = three_slots.take([2 * MIB], max_bytes=7 * MIB // 2)
+    assert "the loss of a host costs what memory holds" in caplog.text
+    assert len(image) == 2 * MIB
+    assert held(three_slots) == {NEWEST: {3}}
+    assert len(list(slot_file.scan(three_slots.job.slots))) == 2
+
+
+def test_a_save_that_has_no_room_in_any_slot_leaves_what_memory_holds(three_slots: JobMemory) -> None:
+    for _ in range(2):
+        with pytest.raises(bcp.CheckpointSaveError) as raised:
+            three_slots.take([4 * MIB], max_bytes=7 * MIB // 2)
+        assert raised.value.kind == "no_space"
+        assert held(three_slots).items() >= {PROTECTED: {1}, NEWEST: {3}}.items()
+
+
+def test_a_new_slot_whose_pages_cannot_be_allocated_gives_way_to_the_protected_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = memory_of(tmp_path)
+    hold(memory, PROTECTED, MIB, is_protected=True)
+    hold(memory, NEWEST, MIB, is_protected=False)
+    memory.begin_save()
+    reserve = Slot.reserve
+
+    def refuse_new(slot: Slot, num_bytes: int, *mapping: type) -> None:
+        if slot.capacity < num_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(slot, num_bytes, *mapping)
+
+    monkeypatch.setattr(Slot, "reserve", refuse_new)
+    assert len(memory.take([MIB], max_bytes=None)) == MIB
+    assert held(memory) == {NEWEST: {2}}
+    assert len(list(slot_file.scan(memory.job.slots))) == 2
+
+
+@pytest.mark.parametrize("lengths", [[2 * MIB], [8 * MIB]])
+def test_without_a_protected_save_the_newest_stays(tmp_path: Path, lengths: Sequence[int]) -> None:
+    memory = memory_of(tmp_path)
+    for save_id in (PROTECTED, NEWEST):
+        hold(memory, save_id, MIB, is_protected=False)
+    memory.begin_save()
+    with pytest.raises(bcp.CheckpointSaveError, match="max_bytes"):
+        memory.take(lengths, max_bytes=5 * MIB // 2)
+    assert held(memory)[NEWEST] == {2}
