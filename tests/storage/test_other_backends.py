@@ -48,12 +48,17 @@ def _serving_webdav(folder: Path) -> Iterator[str]:
         }
     )
 
+    one_at_a_time = threading.Lock()
+
     def limited(environ, start_response):
         # wsgidav reads on where a body ends, and decodes chunked ones itself, which werkzeug's server would do as well.
         if environ.get("CONTENT_LENGTH"):
             body = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
             environ["wsgi.input"] = io.BytesIO(body)
-        return application(environ, start_response)
+        if environ["REQUEST_METHOD"] != "MOVE":
+            return application(environ, start_response)
+        with one_at_a_time:  # real servers look and move in one step, wsgidav in two
+            return list(application(environ, start_response))
 
     server = Server(("127.0.0.1", 0), Handler)
     server.set_app(limited)
