@@ -19,6 +19,7 @@ from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import pytest
+from reserved_port import reserved_port
 
 from bytecheckpoint.errors import CheckpointError, CheckpointExistsError
 from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
@@ -113,13 +114,9 @@ class TestWebdavStore(StoreContract):
 
 
 def test_a_webdav_server_where_nobody_listens():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     pytest.importorskip("webdav4")
-    store = FsspecStore("webdav://x", {"base_url": f"http://127.0.0.1:{port}"})
-    with pytest.raises(CheckpointError, match="refused"):
-        store.check_writable()
+    with reserved_port() as port, pytest.raises(CheckpointError, match="refused"):
+        FsspecStore("webdav://x", {"base_url": f"http://127.0.0.1:{port}"}).check_writable()
 
 
 _ACCOUNT = "devstoreaccount1"
