@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, Self
+
+from reserved_port import reserved_port
 
 MAIN = Path(__file__).with_name("rank_main.py")
 
@@ -62,8 +65,8 @@ class RankProcesses:
         environment: Mapping[str, str] | None = None,
         python: str = sys.executable,
     ) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
+        self._held = ExitStack()
+        port = self._held.enter_context(reserved_port())
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
         shared |= {"LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
         shared |= {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", **(environment or {})}
@@ -85,6 +88,12 @@ class RankProcesses:
             outputs = list(pool.map(lambda process: process.communicate(timeout=timeout_s), self.processes))
         return [Ended(process.returncode, *output) for process, output in zip(self.processes, outputs, strict=True)]
 
+    def kill(self) -> None:
+        """Kills all ranks, which are stopped before: none sees the end of another one, and ends by itself."""
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in self.processes:
+                process.send_signal(number)
+
     def __enter__(self) -> Self:
         return self
 
@@ -96,3 +105,4 @@ class RankProcesses:
             for pipe in (process.stdout, process.stderr):
                 if pipe is not None:
                     pipe.close()
+        self._held.close()

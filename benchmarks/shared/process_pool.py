@@ -24,6 +24,10 @@ GRACE_S = 15.0
 LOG_LINES = 25
 
 
+_held: list[socket.socket] = []
+"""They keep the ports that `free_port` has given away."""
+
+
 class PoolError(Exception):
     """A rank failed, died or did not answer in time; the pool must be ended."""
 
@@ -134,7 +138,11 @@ class ProcessPool:
 
 
 def free_port() -> int:
-    """Returns a port that is free now; if another process takes it in between, that fails loudly."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Returns a port that no other process gets while this one lives. A socket that does not listen holds it, beside
+    which a server that reuses addresses, as the store of torch does, may bind it.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _held.append(holder)
+    return int(holder.getsockname()[1])

@@ -28,10 +28,13 @@ LAZY = bcp.SaveOptions(snapshot="lazy", timeout_s=120)
 
 
 def save_and_step(path: str, state: dict[str, Any], step: Callable[[], object]) -> bool:
-    """Whether the step returned only after staging, which is held up, was let go."""
-    go = threading.Event()
+    """Whether the step returned only after staging, which is held up, was let go. One that had nothing to wait for has
+    not waited, however long it took.
+    """
+    begun, go = threading.Event(), threading.Event()
 
     def wait() -> None:
+        begun.set()
         assert go.wait(60)
 
     with before(Seam(file_image.LiveFile, "gather"), wait):
@@ -39,7 +42,7 @@ def save_and_step(path: str, state: dict[str, Any], step: Callable[[], object]) 
         timer = threading.Timer(0.3, go.set)
         timer.start()
         step()
-        has_waited = go.is_set()
+        has_waited = begun.is_set() and go.is_set()
         handle.result(60)
         timer.join()
     return has_waited

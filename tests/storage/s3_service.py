@@ -18,6 +18,9 @@ import botocore.session
 
 from bytecheckpoint.storage.backends.s3_store import S3Store
 
+LONG_S = 120.0
+"""The timeout of stores that are to succeed, however slow the machine is: a request is retried for half of it."""
+
 
 class Refuse(NamedTuple):
     """The service answers with an error and does nothing. Its status may be 200 all the same."""
@@ -131,7 +134,7 @@ class S3Service(NamedTuple):
     def client(self) -> Any:
         return _client(self.url, self.key, self.secret, self.options["client_kwargs"]["region_name"])
 
-    def store(self, prefix: str, *, timeout_s: float = 20.0, **options: object) -> S3Store:
+    def store(self, prefix: str, *, timeout_s: float = LONG_S, **options: object) -> S3Store:
         url = f"s3://{self.bucket}/{prefix}"
         return S3Store(url, {**self.options, **options}, writer_threads=1, timeout_s=timeout_s)
 

@@ -17,6 +17,7 @@ from bytecheckpoint.storage.backends import direct_io, posix_files
 from bytecheckpoint.storage.backends.direct_io import MIN_DIRECT_BYTES, PAGE_BYTES
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
+from .open_files import open_below
 from .store_contract import StoreContract, blocks_of, get, pattern, put
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no O_DIRECT")
@@ -188,12 +189,11 @@ def test_a_direct_write_that_is_refused_goes_another_way(store, monkeypatch, num
 @pytest.mark.parametrize(("number", "kind"), [(errno.EIO, "storage"), (errno.ENOSPC, "no_space")])
 def test_a_direct_write_that_fails_leaves_nothing(store, monkeypatch, tmp_path, number, kind):
     refuse_to_write(monkeypatch, number, after=3)
-    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CheckpointSaveError) as caught:
         store.write("x", blocks_of(pattern(4 * MiB), block_bytes=1 << 18), replace=False)
     assert caught.value.kind == kind
     assert os.listdir(tmp_path) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(tmp_path) == []
 
 
 @pytest.mark.parametrize("most", [0, 1, 511, 4096, 5000, 65536, 70_000])
@@ -232,13 +232,12 @@ def test_a_failing_close_of_either_descriptor_fails_the_write(store, monkeypatch
             raise OSError(errno.EIO, "reported late")
 
     monkeypatch.setattr(os, "close", close)
-    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CheckpointSaveError) as caught:
         put(store, "x", pattern(2 * MiB))
     monkeypatch.undo()
     assert caught.value.kind == "storage"
     assert os.listdir(tmp_path) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(tmp_path) == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -26,6 +26,7 @@ from bytecheckpoint.storage.backends import local_store as local_store_module
 from bytecheckpoint.storage.backends import posix_files
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
+from .open_files import open_below
 from .store_contract import StoreContract, blocks_of, get, pattern, put
 
 pytestmark = pytest.mark.usefixtures("synced")
@@ -67,10 +68,6 @@ def _failing_at(monkeypatch, name, number, *, call):
 
 def _everything(folder):
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
-
-
-def _open_fds():
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.fixture
@@ -169,7 +166,6 @@ def test_deleting_is_durable_in_its_order(store, recorded, tmp_path):
 )
 def test_a_failing_call_fails_the_write_and_leaves_nothing(tmp_path, monkeypatch, function, number, kind):
     store = LocalStore(str(tmp_path), writer_threads=2)
-    before = _open_fds()
     calls = _failing_at(monkeypatch, function, number, call=1)
     with pytest.raises(CheckpointSaveError) as caught:
         put(store, "x", b"data")
@@ -181,7 +177,7 @@ def test_a_failing_call_fails_the_write_and_leaves_nothing(tmp_path, monkeypatch
     assert _everything(tmp_path) == []
     assert len(calls) == 1  # a failed fsync above all is never tried again: the kernel has dropped the pages
     if function != "close":
-        assert _open_fds() == before
+        assert open_below(tmp_path) == []
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4])

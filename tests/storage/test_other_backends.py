@@ -19,6 +19,7 @@ from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import pytest
+from reserved_port import reserved_port
 
 from bytecheckpoint.errors import CheckpointError, CheckpointExistsError
 from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
@@ -48,12 +49,17 @@ def _serving_webdav(folder: Path) -> Iterator[str]:
         }
     )
 
+    one_at_a_time = threading.Lock()
+
     def limited(environ, start_response):
         # wsgidav reads on where a body ends, and decodes chunked ones itself, which werkzeug's server would do as well.
         if environ.get("CONTENT_LENGTH"):
             body = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
             environ["wsgi.input"] = io.BytesIO(body)
-        return application(environ, start_response)
+        if environ["REQUEST_METHOD"] != "MOVE":
+            return application(environ, start_response)
+        with one_at_a_time:  # real servers look and move in one step, wsgidav in two
+            return list(application(environ, start_response))
 
     server = Server(("127.0.0.1", 0), Handler)
     server.set_app(limited)
@@ -108,13 +114,9 @@ class TestWebdavStore(StoreContract):
 
 
 def test_a_webdav_server_where_nobody_listens():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     pytest.importorskip("webdav4")
-    store = FsspecStore("webdav://x", {"base_url": f"http://127.0.0.1:{port}"})
-    with pytest.raises(CheckpointError, match="refused"):
-        store.check_writable()
+    with reserved_port() as port, pytest.raises(CheckpointError, match="refused"):
+        FsspecStore("webdav://x", {"base_url": f"http://127.0.0.1:{port}"}).check_writable()
 
 
 _ACCOUNT = "devstoreaccount1"

@@ -22,7 +22,7 @@ from bytecheckpoint.storage.backends.local_store import LocalStore
 
 LENGTHS = (10, 1, 30, 7, 52)
 CONTENT = bytes(range(100))
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Telling:

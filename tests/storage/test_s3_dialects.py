@@ -13,7 +13,7 @@ from bytecheckpoint.errors import CheckpointCorruptError, StorageError
 from bytecheckpoint.storage.backends import s3_requests
 from bytecheckpoint.storage.backends.s3_store import S3Store
 
-from .s3_service import Refuse, always, moto
+from .s3_service import LONG_S, Refuse, always, moto
 from .store_contract import get, put
 
 
@@ -98,7 +98,7 @@ def served(handler: type[Dialect]) -> Iterator[S3Store]:
 
 def store_at(url: str, **options: object) -> S3Store:
     options = {"key": "access", "secret": "s3cr3t/of+nobody", "endpoint_url": url, **options}
-    return S3Store("s3://bucket/run", options, writer_threads=1, timeout_s=20.0)
+    return S3Store("s3://bucket/run", options, writer_threads=1, timeout_s=LONG_S)
 
 
 def test_a_range_that_comes_in_chunks_is_read():

@@ -20,7 +20,7 @@ from bytecheckpoint.storage.backends.s3_store import S3Store
 from bytecheckpoint.storage.open_store import open_store
 
 from .s3_server import running_s3
-from .s3_service import Cut, FirstFew, Lose, Refuse, always, moto, no_fault
+from .s3_service import LONG_S, Cut, FirstFew, Lose, Refuse, always, moto, no_fault
 from .store_contract import StoreContract, blocks_of, get, pattern, put
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of moto
@@ -117,7 +117,7 @@ def test_s3_urls_are_opened_as_s3_stores(s3):
 
 
 def test_the_root_of_a_bucket(s3, s3_prefix):
-    root = S3Store(f"s3://{s3.bucket}", s3.options, writer_threads=1, timeout_s=20.0)
+    root = S3Store(f"s3://{s3.bucket}", s3.options, writer_threads=1, timeout_s=LONG_S)
     put(root, f"{s3_prefix}/x", b"1")
     assert root.list("")[s3_prefix] is None
     assert root.list(s3_prefix) == {"x": 1}
@@ -310,7 +310,7 @@ def test_what_is_given_up_says_how_often_and_how_long_it_was_tried_and_leaves_no
     store = s3.store(s3_prefix, timeout_s=0.4)
     blocks = blocks_of(pattern(90_000 if operation == "PUT .*/x$" else 300_000), block_bytes=100_000)
     s3_faults.choose = always(operation, Refuse(503, "SlowDown"))
-    with pytest.raises(StorageError, match=r"SlowDown.*after \d+ attempts in \d\.\d s") as caught:
+    with pytest.raises(StorageError, match=r"SlowDown.*after \d+ attempts? in \d+\.\d s") as caught:
         store.write("x", blocks, replace=False)
     assert caught.value.kind == "unavailable"
     assert caught.value.path == f"{store}/x"
@@ -329,8 +329,8 @@ def test_an_upload_that_is_given_up_half_way_says_at_what_rate_it_went_and_what_
     with pytest.raises(StorageError) as caught:
         store.write("x", blocks_of(pattern(300_000), block_bytes=100_000), replace=False)
     assert re.search(
-        r"after \d+ attempts in \d\.\d s; 0\.2 of 0\.3 MB were there after \d\.\d s, [\d.,]+ MB/s, at which the rest "
-        r"takes \d\.\d s\)",
+        r"after \d+ attempts? in \d+\.\d s; 0\.2 of 0\.3 MB were there after \d+\.\d s, [\d.,]+ MB/s, at which the "
+        r"rest takes \d+\.\d s\)",
         caught.value.message,
     )
 
@@ -344,8 +344,8 @@ def test_a_read_that_is_given_up_half_way_says_at_what_rate_it_went_and_what_is_
     with pytest.raises(StorageError) as caught:
         get(store, "x", 4 * MiB)
     assert re.search(
-        r"after \d+ attempts in \d\.\d s; 2\.1 of 4\.2 MB were there after \d\.\d s, [\d.,]+ MB/s, at which the rest "
-        r"takes \d\.\d s\)",
+        r"after \d+ attempts? in \d+\.\d s; 2\.1 of 4\.2 MB were there after \d+\.\d s, [\d.,]+ MB/s, at which the "
+        r"rest takes \d+\.\d s\)",
         caught.value.message,
     )
 
@@ -831,7 +831,7 @@ def test_ranges_are_read_into_place_through_one_connection(monkeypatch):
     monkeypatch.setattr(urllib3.HTTPResponse, "readinto", lambda *_: pytest.fail("the client made a copy"))
     with running_s3() as server:
         options = {"endpoint_url": server.url, "key": "k", "secret": "s", "client_kwargs": {"region_name": "us-east-1"}}
-        store = S3Store("s3://bucket", options, writer_threads=1, timeout_s=20)
+        store = S3Store("s3://bucket", options, writer_threads=1, timeout_s=LONG_S)
         server.objects["bucket/object"] = content
         for start in (0, 5, 1 << 20, len(content) - 7):
             num_bytes = min((2 << 20) + 3, len(content) - start)

@@ -119,7 +119,7 @@ def test_uploads_that_may_not_be_listed_are_told_and_the_rest_is_done(call, root
 def failed_upload(root: Path, stage: Path, step: int) -> None:
     options = bcp.SaveOptions(local_stage=stage)
     with before(Seam(local_stage_module, "copy_file"), raising(bcp.StorageError("gone", kind="unavailable"))):
-        assert bcp.save(root, state_of(0, 1.0), step=step, async_save=True, options=options).exception(20)
+        assert bcp.save(root, state_of(0, 1.0), step=step, async_save=True, options=options).exception(60)
 
 
 def test_a_local_stage_is_looked_into_where_asked(call, root, tmp_path) -> None:

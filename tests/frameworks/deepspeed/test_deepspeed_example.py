@@ -64,8 +64,7 @@ def assert_equal_tensors(left: Path, right: Path) -> None:
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path, stage: int) -> None:
     with start(tmp_path / "killed", stage) as ranks:
         wait_for(tmp_path / "killed" / "latest", ranks)
-        for process in ranks.processes:
-            process.send_signal(signal.SIGKILL)
+        ranks.kill()
         assert [ended.exit_code for ended in ranks.wait()] == [-signal.SIGKILL] * 2
     step = newest(tmp_path / "killed")
     resumed = run(tmp_path / "killed", steps=step + 5, stage=stage)

@@ -115,7 +115,8 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> N
 def test_an_exception_saves_on_all_ranks_or_on_none(tmp_path: Path, everywhere: bool) -> None:
     act = {"step": 4, "what": "fail", "ranks": [0, 1] if everywhere else [1]}
     saves = {"save_on_exception": True, "every_n_train_steps": 1000}
-    options = {"act": act, "saves": saves, "strategy_options": {"exception_timeout_s": 3.0}}
+    of_strategy = {"exception_timeout_s": 60.0 if everywhere else 3.0}  # the time in which all ranks have to meet
+    options = {"act": act, "saves": saves, "strategy_options": of_strategy}
     with RankProcesses(PROGRAM, [json.dumps({"folder": str(tmp_path), **options})], world_size=2) as ranks:
         ended = ranks.wait(300)
     assert [end.exit_code for end in ended] == [1, 1]

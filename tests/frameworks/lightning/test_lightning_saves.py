@@ -32,7 +32,7 @@ def test_a_checkpoint_goes_only_when_the_next_one_is_committed(tmp_path: Path) -
     saves.remove(str(old), None)
     assert bcp.open(old)
     outcome.set_result(None)
-    saves.settle(timeout_s=10)
+    saves.settle(timeout_s=60)
     assert not old.exists()
     saves.close()
 
@@ -43,7 +43,7 @@ def test_a_checkpoint_stays_when_the_next_one_fails(tmp_path: Path) -> None:
     saves.remove(str(old), None)
     outcome.set_exception(bcp.StorageError("no space", kind="unavailable"))
     with pytest.raises(bcp.StorageError, match="no space"):
-        saves.settle(timeout_s=10)
+        saves.settle(timeout_s=60)
     saves.close()
     assert bcp.open(old)
 
@@ -51,10 +51,10 @@ def test_a_checkpoint_stays_when_the_next_one_fails(tmp_path: Path) -> None:
 def test_a_copy_of_a_save_that_fails_is_not_made(tmp_path: Path) -> None:
     source, outcome, saves = saved(tmp_path / "a.ckpt"), Future[Any](), SaveInFlight()
     saves.begin(under_way(outcome))
-    saves.copy(str(source), str(tmp_path / "last.ckpt"), None, timeout_s=10)
+    saves.copy(str(source), str(tmp_path / "last.ckpt"), None, timeout_s=60)
     outcome.set_exception(bcp.StorageError("no space", kind="unavailable"))
     with pytest.raises(bcp.StorageError, match="no space"):
-        saves.settle(timeout_s=10)
+        saves.settle(timeout_s=60)
     saves.close()
     assert not (tmp_path / "last.ckpt").exists()
 
@@ -64,9 +64,9 @@ def test_a_save_that_is_not_waited_for_long_enough_is_still_found_by_the_next_wa
     saves.begin(under_way(outcome))
     saves.remove(str(old), None)
     with pytest.raises(TimeoutError):
-        saves.settle(timeout_s=10, wait_s=0.0)
+        saves.settle(timeout_s=60, wait_s=0.0)
     outcome.set_exception(bcp.StorageError("no space", kind="unavailable"))
     with pytest.raises(bcp.StorageError, match="no space"):
-        saves.settle(timeout_s=10)
+        saves.settle(timeout_s=60)
     saves.close()
     assert bcp.open(old)

@@ -366,7 +366,7 @@ def test_an_exception_is_raised_as_it_is_where_an_earlier_save_takes_longer_than
     with pytest.raises(ValueError, match="a bad batch") as raised:
         fit(tmp_path, callbacks, module=Regression({5: fail}), strategy=strategy)
     may_commit.set()
-    strategy._bcp_saves.settle(timeout_s=10.0)
+    strategy._bcp_saves.settle(timeout_s=60.0)
     assert "still under way after 0.1 s" in raised.value.__notes__[0]
     assert committed(tmp_path) == {"epoch=0-step=3.ckpt": 3}
 

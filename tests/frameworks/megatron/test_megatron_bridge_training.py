@@ -41,8 +41,10 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
         given = ["--save", out, "--train-iters", 100_000, "--async-save"]
         with RankProcesses(PROGRAM, given, world_size=2, environment=PATHS) as ranks:
             wait_for_tracker(out, ranks)
-            for process in ranks.processes if number == signal.SIGKILL else ranks.processes[:1]:
-                process.send_signal(number)
+            if number == signal.SIGKILL:
+                ranks.kill()
+            else:
+                ranks.processes[0].send_signal(number)
             expected = -signal.SIGKILL if number == signal.SIGKILL else 0
             assert [ended.exit_code for ended in ranks.wait()] == [expected] * 2
     return folders

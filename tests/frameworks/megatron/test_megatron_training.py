@@ -69,8 +69,7 @@ def differences(left: Path, right: Path) -> list[str]:
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     with start(tmp_path / "killed") as ranks:
         wait_for_tracker(tmp_path / "killed", ranks)
-        for process in ranks.processes:
-            process.send_signal(signal.SIGKILL)
+        ranks.kill()
         assert [ended.exit_code for ended in ranks.wait()] == [-signal.SIGKILL] * 2
     saved = int((tmp_path / "killed" / TRACKER).read_text())
     resumed = run(tmp_path / "killed", saved + 3)

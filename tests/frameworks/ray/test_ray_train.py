@@ -212,7 +212,7 @@ def test_a_forked_child_of_a_worker_does_not_outlive_sigterm() -> None:
         child = os.fork()
         if child == 0:
             os.write(writable, b"1")
-            time.sleep(5)
+            time.sleep(60)
             os._exit(0)
         os.read(readable, 1)  # Python forgets a signal that comes before the child's first line
         os.kill(child, signal.SIGTERM)

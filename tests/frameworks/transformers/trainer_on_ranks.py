@@ -21,7 +21,7 @@ from trainer_runs import (
     losses,
     parameters,
     small_model,
-    terminate,
+    terminate_and_be_heard,
     trainer,
 )
 from transformers import TrainingArguments
@@ -62,7 +62,9 @@ def resumed(out: Path) -> None:
 
 def fsdp(out: Path) -> None:
     """FSDP2: rank 1 gets a signal; the run goes on, as one that was not interrupted; its model is loaded by others."""
-    first = trainer(out, at_step={3: terminate if os.environ["RANK"] == "1" else bool}, kind=ShardedOnCpu, **FSDP)
+    first = trainer(out, kind=ShardedOnCpu, **FSDP)
+    if os.environ["RANK"] == "1":
+        first.add_callback(AtStep(3, lambda: terminate_and_be_heard(first)))
     first.train()
     steps = [0, 0]
     dist.all_gather_object(steps, first.state.global_step)

@@ -140,5 +140,12 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def terminate_and_be_heard(run: Any) -> None:
+    """As `terminate`, and returns once the group has heard of it: so short a run may be over before all have agreed."""
+    terminate()
+    while not run._bcp_stop.reason:
+        time.sleep(0.01)
+
+
 def folders(out: Path) -> list[str]:
     return sorted(path.name for path in out.iterdir() if path.name.startswith("checkpoint-"))
