@@ -6,8 +6,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -50,6 +51,20 @@ def _told(ended: Ended) -> str:
     return f"exit code {ended.exit_code}\n{ended.output[-2000:]}\n{ended.errors[-4000:]}"
 
 
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port on 127.0.0.1 that no other program gets within the block. Who is told its number may listen there: torch
+    and ZeroMQ share addresses (SO_REUSEADDR), as the socket does that holds it here, at which nobody listens.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = int(holder.getsockname()[1])
+        if sys.platform != "linux":  # others do not share it
+            holder.close()
+        yield port
+
+
 class RankProcesses:
     """The processes of all ranks of a program, for a test that signals or kills some of them."""
 
@@ -62,8 +77,8 @@ class RankProcesses:
         environment: Mapping[str, str] | None = None,
         python: str = sys.executable,
     ) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
+        self._held = ExitStack()
+        port = self._held.enter_context(reserved_port())
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
         shared |= {"LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
         shared |= {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", **(environment or {})}
@@ -96,3 +111,4 @@ class RankProcesses:
             for pipe in (process.stdout, process.stderr):
                 if pipe is not None:
                     pipe.close()
+        self._held.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from forked_python import forked_python
+from rank_programs import reserved_port
 
 import bytecheckpoint as bcp
 
@@ -58,11 +58,8 @@ def test_the_training_script_stops_at_sigterm_with_0_and_goes_on_from_what_that_
     assert bcp.steps(tmp_path / "checkpoints") == [stopped_after, num_steps - 1]
 
 
-def start_packed(out: Path, seen: Path, num_processes: int) -> list[subprocess.Popen[bytes]]:
+def start_packed(out: Path, seen: Path, num_processes: int, port: int) -> list[subprocess.Popen[bytes]]:
     """Starts the ranks as torchrun does, but each so that it can be killed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [forked_python(), str(PACKED_SCRIPT), f"--out={out}", f"--seen={seen}", "--save-every=3", "--width=32"]
     command += [f"--rows={NUM_ROWS}", f"--steps={NUM_ROWS * NUM_EPOCHS}", "--length=32"]
     of_all = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -83,17 +80,18 @@ def seen_by_step(seen: Path) -> dict[int, Counter[str]]:
 
 def run_packed(out: Path, seen: Path, num_processes: int, *, kill_at: int | None) -> dict[int, Counter[str]]:
     """Runs the script to its end, or kills all of its processes once a step was made."""
-    processes = start_packed(out, seen, num_processes)
-    try:
-        while kill_at is not None and max(seen_by_step(seen), default=-1) < kill_at:
-            assert all(process.poll() is None for process in processes)
-            time.sleep(0.05)
-        if kill_at is None:
-            assert [process.wait() for process in processes] == [0] * num_processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with reserved_port() as port:
+        processes = start_packed(out, seen, num_processes, port)
+        try:
+            while kill_at is not None and max(seen_by_step(seen), default=-1) < kill_at:
+                assert all(process.poll() is None for process in processes)
+                time.sleep(0.05)
+            if kill_at is None:
+                assert [process.wait() for process in processes] == [0] * num_processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
     return seen_by_step(seen)
 
 

@@ -22,6 +22,7 @@ WORKER = Path(__file__).parents[1] / "worker.py"
 GRACE_S = 15.0
 """Time for answers after one rank has failed: the others may wait for it for ever."""
 LOG_LINES = 25
+_HOLDERS: list[socket.socket] = []
 
 
 class PoolError(Exception):
@@ -134,7 +135,15 @@ class ProcessPool:
 
 
 def free_port() -> int:
-    """Returns a port that is free now; if another process takes it in between, that fails loudly."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Returns a port on 127.0.0.1 that no other program gets while this process lives, where rank 0 may listen: torch
+    shares the address (SO_REUSEADDR) with a socket that holds it, at which nobody listens.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    port = int(holder.getsockname()[1])
+    if sys.platform == "linux":
+        _HOLDERS.append(holder)
+    else:  # others do not share it: if another program takes it in between, that fails loudly
+        holder.close()
+    return port
