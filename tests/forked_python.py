@@ -108,21 +108,33 @@ class Server:
                     self._pass_on(key.data)
 
     def _fork(self, client: socket.socket) -> dict[str, Any] | None:
-        head, fds, _, _ = socket.recv_fds(client, CODE_BYTES, len(STANDARD_FILES))
-        left, parts = int.from_bytes(head, "big"), []
-        while left > 0:
-            parts.append(client.recv(min(left, _MAX_BYTES)))
-            left -= len(parts[-1]) or left
-        asked: dict[str, Any] = json.loads(b"".join(parts))
-        pid = os.fork()
-        if pid:
+        asked, fds = self._receive(client)
+        pid = os.fork() if asked is not None else None
+        if pid == 0:
+            self._let_go(client, fds)
+            return asked
+        for fd in fds:
+            os.close(fd)
+        if pid is None:
+            client.close()
+        else:
             self._programs[pid] = client
             self._selector.register(client, selectors.EVENT_READ, pid)
-            for fd in fds:
-                os.close(fd)
-            return None
-        self._let_go(client, fds)
-        return asked
+        return None
+
+    @staticmethod
+    def _receive(client: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+        """What a stand-in asks for, and its open files. None for one that was killed before it had asked."""
+        fds: list[int] = []
+        content = b""
+        with contextlib.suppress(ConnectionError):
+            head, fds, _, _ = socket.recv_fds(client, CODE_BYTES, len(STANDARD_FILES))
+            num_bytes = int.from_bytes(head, "big")
+            while len(content) < num_bytes and (part := client.recv(min(num_bytes - len(content), _MAX_BYTES))):
+                content += part
+            if head and len(content) == num_bytes:
+                return json.loads(content), fds
+        return None, fds
 
     def _let_go(self, client: socket.socket, fds: list[int]) -> None:
         """In the program: nothing stays of the server."""

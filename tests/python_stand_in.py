@@ -24,11 +24,13 @@ def stand_in(path: str, real: str, arguments: list[str]) -> int:
     asked = json.dumps({"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # what they send comes behind what this asks for
         for number in FORWARDED:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda number, _: server.send(bytes([number])))
         socket.send_fds(server, [len(asked).to_bytes(CODE_BYTES, "big")], STANDARD_FILES)
         server.sendall(asked)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         answer = server.recv(CODE_BYTES)
     if not answer:
         raise ConnectionError("the server of forked_python.py has ended")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,4 +19,7 @@ def reserved_port() -> Iterator[int]:
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
-        yield int(holder.getsockname()[1])
+        port = int(holder.getsockname()[1])
+        if sys.platform != "linux":  # others do not share it
+            holder.close()
+        yield port

@@ -145,7 +145,7 @@ def running(loops: list[Callable[[], None]], stop: threading.Event) -> Iterator[
     finally:
         stop.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(100)
     assert not any(thread.is_alive() for thread in threads)
     if errors:
         raise errors[0]

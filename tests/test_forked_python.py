@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from forked_python import forked_python
+from python_stand_in import CODE_BYTES
 
 REPORT = "import os, sys; print(sys.argv[1:], os.getcwd(), os.environ.get('SHOWN'), sys.path[0], __name__, input())"
 WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
@@ -67,6 +69,14 @@ def test_a_signal_to_the_stand_in_ends_the_program(number: signal.Signals) -> No
     while is_there(pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("said", [b"", (1000).to_bytes(CODE_BYTES, "big"), (1000).to_bytes(CODE_BYTES, "big") + b"{"])
+def test_a_stand_in_that_is_killed_before_it_has_asked_leaves_the_server_to_others(tmp_path: Path, said: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as stand_in:
+        stand_in.connect(str(Path(forked_python()).with_name("socket")))
+        stand_in.sendall(said)
+    assert run(forked_python(), tmp_path, "-c", "print('here')")[:2] == (0, "here\n")
 
 
 def is_there(pid: int) -> bool:

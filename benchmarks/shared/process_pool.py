@@ -22,10 +22,8 @@ WORKER = Path(__file__).parents[1] / "worker.py"
 GRACE_S = 15.0
 """Time for answers after one rank has failed: the others may wait for it for ever."""
 LOG_LINES = 25
-
-
-_held: list[socket.socket] = []
-"""They keep the ports that `free_port` has given away."""
+_HOLDERS: list[socket.socket] = []
+"""They hold the ports that `free_port` has given away."""
 
 
 class PoolError(Exception):
@@ -138,11 +136,15 @@ class ProcessPool:
 
 
 def free_port() -> int:
-    """Returns a port that no other process gets while this one lives. A socket that does not listen holds it, beside
-    which a server that reuses addresses, as the store of torch does, may bind it.
+    """Returns a port on 127.0.0.1 that no other program gets while this process lives, where rank 0 may listen: torch
+    shares the address (SO_REUSEADDR) with a socket that holds it, at which nobody listens.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", 0))
-    _held.append(holder)
-    return int(holder.getsockname()[1])
+    port = int(holder.getsockname()[1])
+    if sys.platform == "linux":
+        _HOLDERS.append(holder)
+    else:  # others do not share it: if another program takes it in between, that fails loudly
+        holder.close()
+    return port

@@ -19,7 +19,7 @@ from bytecheckpoint.planner import read_division
 from distributed.played_hosts import on_host
 from distributed.workers import WorkerPool
 
-OPTIONS = bcp.SaveOptions(timeout_s=20)
+OPTIONS = bcp.SaveOptions(timeout_s=60)
 SHORT = bcp.SaveOptions(timeout_s=5)
 
 
@@ -69,7 +69,7 @@ def test_a_rank_of_a_block_that_misses_a_save_is_named(workers: WorkerPool, tmp_
     assert bcp.steps(tmp_path) == [2]
 
 
-ON = bcp.LoadOptions(exchange="on", timeout_s=20)
+ON = bcp.LoadOptions(exchange="on", timeout_s=60)
 NUM_TENSORS = 7
 
 

@@ -55,7 +55,7 @@ def load_columns(rank: int, path: str, whole: torch.Tensor, options: bcp.LoadOpt
 def between_columns(rank: int, world_size: int, path: str, exchange: Any, gap: int | None) -> list[Seen | None]:
     """Damage in columns that nobody wants, then in columns of each rank, which is mended again."""
     whole = torch.arange(ROWS * COLUMNS).remainder(251).to(torch.uint8).reshape(ROWS, COLUMNS)
-    options = bcp.LoadOptions(exchange=exchange, max_gap_bytes=gap, timeout_s=20)
+    options = bcp.LoadOptions(exchange=exchange, max_gap_bytes=gap, timeout_s=60)
     with small_pieces(extent_bytes=256), pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange_module, "GRACE_S", 0.3)
         bcp.save(path, {"m": {"t": whole}})
@@ -75,7 +75,7 @@ def between_columns(rank: int, world_size: int, path: str, exchange: Any, gap: i
 def test_damage_in_columns_counts_for_those_who_want_them(
     workers: WorkerPool, tmp_path: Path, exchange: str, gap: int | None
 ) -> None:
-    by_rank = workers.run(between_columns, str(tmp_path), exchange, gap, world_size=WORLD_SIZE, timeout_s=20)
+    by_rank = workers.run(between_columns, str(tmp_path), exchange, gap, world_size=WORLD_SIZE)
     assert by_rank == [by_rank[0]] * WORLD_SIZE
     in_gap, *wanted = by_rank[0]
     assert in_gap is None
@@ -88,7 +88,7 @@ def test_damage_in_columns_counts_for_those_who_want_them(
 def beside_tensors(rank: int, world_size: int, path: str, exchange: Any, gap: int | None) -> list[Seen | None]:
     """Damage in a tensor that is left out, and then in one that is wanted."""
     whole = {name: torch.arange(numel).float() for name, numel in SIZES.items()}
-    options = bcp.LoadOptions(exchange=exchange, max_gap_bytes=gap, timeout_s=20)
+    options = bcp.LoadOptions(exchange=exchange, max_gap_bytes=gap, timeout_s=60)
     errors: list[Seen | None] = []
     with small_pieces(extent_bytes=16384), pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange_module, "GRACE_S", 0.3)
@@ -106,7 +106,7 @@ def beside_tensors(rank: int, world_size: int, path: str, exchange: Any, gap: in
 def test_a_tensor_that_no_rank_wants_may_be_damaged(
     workers: WorkerPool, tmp_path: Path, exchange: str, gap: int | None
 ) -> None:
-    by_rank = workers.run(beside_tensors, str(tmp_path), exchange, gap, world_size=WORLD_SIZE, timeout_s=20)
+    by_rank = workers.run(beside_tensors, str(tmp_path), exchange, gap, world_size=WORLD_SIZE)
     assert by_rank == [by_rank[0]] * WORLD_SIZE
     beside, wanted = by_rank[0]
     assert beside is None

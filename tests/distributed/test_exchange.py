@@ -32,11 +32,12 @@ from bytecheckpoint.loading.read import Source, Traffic
 from bytecheckpoint.storage import range_reader
 from bytecheckpoint.storage.backends import local_store
 from distributed.collectives import Collectives, sequence_number
+from distributed.held_by_rank import HeldByRank
 from distributed.played_hosts import on_host
 from distributed.workers import WorkerDied, WorkerPool
 
 ON = bcp.LoadOptions(exchange="on", timeout_s=30)
-IMPATIENT = bcp.LoadOptions(exchange="on", timeout_s=2.0)
+IMPATIENT = bcp.LoadOptions(exchange="on", timeout_s=3.0)
 ROWS, COLUMNS = 1500, 901
 
 
@@ -244,7 +245,8 @@ def go_missing(rank: int, world_size: int, path: str, phase: str, missing_rank: 
     bcp.save(path, tensors_of(Replicate(), is_filled=True))
     number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
     signals = iter([number])
-    vanish = lambda: [os.kill(os.getpid(), sent) for sent in signals]  # noqa: E731  # once
+    # The thread that is there stops at once: what the process gets may be taken by any of its threads, and later.
+    vanish = lambda: [signal.pthread_kill(threading.get_ident(), sent) for sent in signals]  # noqa: E731  # once
     vanishes = before(FAILURES[phase], vanish) if rank == missing_rank else nullcontext()
     with vanishes, on_host(rank if phase in ON_SEVERAL_HOSTS else 0):
         error = seen(lambda: bcp.load(path, tensors_of(Replicate(), is_filled=False), options=IMPATIENT))
@@ -269,7 +271,7 @@ def go_missing(rank: int, world_size: int, path: str, phase: str, missing_rank: 
 def test_a_rank_that_is_gone_or_stuck_ends_the_load_on_all_others(
     workers: WorkerPool, tmp_path: Path, phase: str, missing_rank: int, how: str
 ) -> None:
-    outcomes = workers.run_each(go_missing, str(tmp_path), phase, missing_rank, how, world_size=3, timeout_s=40)
+    outcomes = workers.run_each(go_missing, str(tmp_path), phase, missing_rank, how, world_size=3)
     if how == "killed":
         assert isinstance(outcomes[missing_rank].error, WorkerDied)
     for rank, outcome in enumerate(outcomes):
@@ -280,7 +282,7 @@ def test_a_rank_that_is_gone_or_stuck_ends_the_load_on_all_others(
             assert outcome.value.seconds <= IMPATIENT.timeout_s + LATER_S + NOISE_S
 
 
-def load_again_and_again(rank: int, world_size: int, path: str) -> list[tuple[int, int, int]]:
+def load_again_and_again(rank: int, world_size: int, path: str) -> list[HeldByRank]:
     """Threads, file descriptors and keys of the store after several loads."""
     store = dist.distributed_c10d._get_default_store()
     bcp.save(path, state_of(rank, 1.0))
@@ -291,14 +293,14 @@ def load_again_and_again(rank: int, world_size: int, path: str) -> list[tuple[in
             assert loads_as(path, rank, 1.0, options=ON)
         dist.barrier()
         wait_for(lambda: not any(thread.name.startswith("bcp") for thread in threading.enumerate()))
-        counts.append((threading.active_count(), len(os.listdir("/proc/self/fd")), store.num_keys()))
+        counts.append(HeldByRank.now(store))
         dist.barrier()
     return counts
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:
     pause = threading.Event()
-    for _ in range(500):
+    for _ in range(3000):
         if is_so():
             return
         pause.wait(0.01)
@@ -306,7 +308,7 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 
 def test_many_loads_leave_no_threads_descriptors_or_keys(workers: WorkerPool, tmp_path: Path) -> None:
     for counts in workers.run(load_again_and_again, str(tmp_path), world_size=3):
-        assert all(later <= before for before, later in zip(counts[1], counts[2], strict=True)), counts
+        assert counts[2].is_no_more_than(counts[1]), counts
 
 
 def interrupted_while_reading(rank: int, world_size: int, path: str) -> tuple[str, tuple[int, ...]]:
@@ -410,7 +412,7 @@ def fails_before_it_has_connected(rank: int, world_size: int, path: str) -> tupl
             refusal = bcp.StorageError("you may not", kind="permission")
             stack.enter_context(before(Seam(Source, "run"), raising(refusal)))
         stack.enter_context(before_end(lambda errors: first_errors.extend(map(type, errors[:1]))))
-        error = seen(lambda: bcp.load(path, state, options=bcp.LoadOptions(exchange="on", timeout_s=10)))
+        error = seen(lambda: bcp.load(path, state, options=bcp.LoadOptions(exchange="on", timeout_s=30)))
     return error, [cls.__name__ for cls in first_errors]
 
 

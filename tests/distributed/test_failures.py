@@ -33,10 +33,11 @@ from faults.seams import (
 )
 
 import bytecheckpoint as bcp
+from distributed.held_by_rank import HeldByRank
 from distributed.workers import WorkerDied, WorkerPool
 
 OPTIONS = bcp.SaveOptions(timeout_s=30)
-IMPATIENT_S = 2.0
+IMPATIENT_S = 3.0
 
 
 def boom() -> Exception:
@@ -309,6 +310,7 @@ def go_missing(rank: int, world_size: int, root: str, cases: list[Case]) -> tupl
     pids: list[int] = [0] * size
     dist.all_gather_object(pids, os.getpid(), group=group)
     bcp.save(path, state_of(own_rank, 1.0), step=1, options=OPTIONS, process_group=group)
+    dist.barrier(group=group)
     with ExitStack() as stack:
         if own_rank == case.missing_rank:
             signal_number = signal.SIGKILL if case.how == "killed" else signal.SIGSTOP
@@ -341,7 +343,7 @@ def once(action: Callable[[], object]) -> Callable[[], object]:
 def test_a_rank_that_does_not_come_is_named_by_all_others(
     workers: WorkerPool, tmp_path: Path, cases: list[Case], size: int
 ) -> None:
-    outcomes = workers.run_each(go_missing, str(tmp_path), cases, world_size=size * len(cases), timeout_s=60)
+    outcomes = workers.run_each(go_missing, str(tmp_path), cases, world_size=size * len(cases))
     for number, case in enumerate(cases):
         of_case = outcomes[number * size : (number + 1) * size]
         if case.how == "killed":
@@ -401,7 +403,7 @@ def load_beside_another_failure(rank: int, world_size: int, path: str) -> Seen |
 
 
 def test_a_failure_is_not_kept_waiting_for_a_rank_that_does_not_come(workers: WorkerPool, tmp_path: Path) -> None:
-    first, _, third = workers.run(load_beside_another_failure, str(tmp_path), world_size=3, timeout_s=40)
+    first, _, third = workers.run(load_beside_another_failure, str(tmp_path), world_size=3)
     assert first == third
     assert (first.kind, first.ranks) == ("rank_failed", (2,))
 
@@ -434,10 +436,8 @@ def test_a_rank_that_reports_something_else_is_named_by_its_global_rank(workers:
     assert bcp.steps(tmp_path) == []
 
 
-def save_again_and_again(rank: int, world_size: int, path: str) -> list[tuple[int, int, int]]:
-    """Threads, file descriptors and keys of the store, after each of several rounds of saves."""
-    import threading
-
+def save_again_and_again(rank: int, world_size: int, path: str) -> list[HeldByRank]:
+    """What is held after each of several rounds of saves."""
     store = dist.distributed_c10d._get_default_store()
     counts = []
     for _ in range(3):
@@ -448,7 +448,7 @@ def save_again_and_again(rank: int, world_size: int, path: str) -> list[tuple[in
             assert loads_as(path, rank, 1.0)
         gc_collect()
         dist.barrier()
-        counts.append((threading.active_count(), len(os.listdir("/proc/self/fd")), store.num_keys()))
+        counts.append(HeldByRank.now(store))
         dist.barrier()
     return counts
 
@@ -459,14 +459,14 @@ def gc_collect() -> None:
     import time
 
     gc.collect()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(thread.name.startswith("bcp") for thread in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def test_many_saves_leave_no_threads_descriptors_or_keys(workers: WorkerPool, tmp_path: Path) -> None:
     for counts in workers.run(save_again_and_again, str(tmp_path), world_size=2):
-        assert counts[1] == counts[2], counts
+        assert counts[2].is_no_more_than(counts[1]), counts
 
 
 def fail_again_and_again(rank: int, world_size: int, path: str) -> list[int]:

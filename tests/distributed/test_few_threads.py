@@ -14,7 +14,7 @@ from bytecheckpoint.runtime import threads
 from bytecheckpoint.saving import write
 from distributed.workers import WorkerPool
 
-OPTIONS = bcp.SaveOptions(timeout_s=20)
+OPTIONS = bcp.SaveOptions(timeout_s=60)
 STARTING = Seam(threads.ThreadPool, "begin")
 WRITING = Seam(write, "write_image")
 

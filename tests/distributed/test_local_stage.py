@@ -25,7 +25,7 @@ def disk_of(rank: int, folder: Path) -> Path:
 
 
 def options_of(rank: int, folder: Path) -> bcp.SaveOptions:
-    return bcp.SaveOptions(local_stage=disk_of(rank, folder), timeout_s=20)
+    return bcp.SaveOptions(local_stage=disk_of(rank, folder), timeout_s=60)
 
 
 def save_twice(rank: int, world_size: int, folder: Path) -> list[bool]:
@@ -34,8 +34,8 @@ def save_twice(rank: int, world_size: int, folder: Path) -> list[bool]:
         bcp.save(folder / "run", state_of(rank, float(step)), step=step, async_save=True, options=options)
         for step in (1, 2)
     ]
-    locals_ = [handle.local(20) for handle in handles]
-    infos = [handle.result(20) for handle in handles]
+    locals_ = [handle.local(60) for handle in handles]
+    infos = [handle.result(60) for handle in handles]
     assert [local.num_bytes for local in locals_] == [info.num_bytes for info in infos]
     return [loads_as(folder / "run", rank, float(step), step=step) for step in (1, 2)]
 
@@ -51,12 +51,12 @@ def save_with_a_failing_upload(rank: int, world_size: int, folder: Path, failing
         handle = bcp.save(
             folder / "run", state_of(rank, 1.0), step=1, async_save=True, options=options_of(rank, folder)
         )
-        handle.local(20)
+        handle.local(60)
         return seen(handle.result)
 
 
 def recover(rank: int, world_size: int, folder: Path, disks: list[int]) -> list[tuple[str, str]]:
-    options = bcp.SaveOptions(local_stage=folder / f"nvme{disks[rank]}", timeout_s=20)
+    options = bcp.SaveOptions(local_stage=folder / f"nvme{disks[rank]}", timeout_s=60)
     return [(save.outcome, save.what) for save in bcp.recover(folder / "run", options=options)]
 
 
@@ -102,8 +102,8 @@ def fail_to_upload_to_s3(rank: int, world_size: int, folder: Path, url: str, acc
     with before(UPLOADING, raising(bcp.StorageError("gone", kind="unavailable"))):
         options = options_of(rank, folder)
         handle = bcp.save(url, state_of(rank, 1.0), step=1, async_save=True, storage_options=access, options=options)
-        handle.local(20)
-        return str(handle.exception(20))
+        handle.local(60)
+        return str(handle.exception(60))
 
 
 def recover_to_s3(rank: int, world_size: int, folder: Path, url: str, access: dict[str, Any]) -> list[bool | str]:
@@ -123,7 +123,7 @@ def test_what_is_left_on_a_disk_reaches_s3(workers: WorkerPool, tmp_path: Path, 
 
 
 def save_in_two_ways(rank: int, world_size: int, folder: Path) -> Seen | None:
-    options = options_of(rank, folder) if rank else bcp.SaveOptions(timeout_s=20)
+    options = options_of(rank, folder) if rank else bcp.SaveOptions(timeout_s=60)
     return seen(lambda: bcp.save(folder / "run", state_of(rank, 1.0), options=options))
 
 
@@ -142,8 +142,8 @@ def save_with_one_full_disk(rank: int, world_size: int, folder: Path) -> list[in
         handle = bcp.save(
             folder / "run", state_of(rank, 1.0), step=1, async_save=True, options=options_of(rank, folder)
         )
-        local = handle.local(20)
-        handle.result(20)
+        local = handle.local(60)
+        handle.result(60)
     return list(local.direct_ranks)
 
 

@@ -15,7 +15,8 @@ from bytecheckpoint.storage.layout import MANIFEST_NAME
 from distributed.workers import WorkerPool
 
 MAX_VALUE_BYTES = 8 << 20
-SAVING = bcp.SaveOptions(timeout_s=20)
+PATIENT_S = 100
+SAVING = bcp.SaveOptions(timeout_s=PATIENT_S)
 
 
 def seen_by(rank: int) -> bytes:
@@ -36,7 +37,7 @@ def save_much(rank: int, world_size: int, path: str, block_ranks: int, is_async:
 
 def load_much(rank: int, world_size: int, path: str, exchange: Any) -> bool:
     state = state_of(rank, seen=b"", own=b"")
-    bcp.load(path, state, options=bcp.LoadOptions(timeout_s=20, exchange=exchange))
+    bcp.load(path, state, options=bcp.LoadOptions(timeout_s=PATIENT_S, exchange=exchange))
     is_own = state["own"].value == {"seen": seen_by(rank)}
     return state["seen"] == seen_by(-1) and is_own and bool((state["weight"] == 2.0).all())
 
@@ -52,7 +53,7 @@ def test_a_state_with_much_plain_data_is_saved_and_loaded(
 
 def load_shared(rank: int, world_size: int, path: str, exchange: Any) -> bool:
     state: dict[str, Any] = {"weight": torch.zeros(3), "seen": b""}
-    bcp.load(path, state, options=bcp.LoadOptions(timeout_s=20, exchange=exchange))
+    bcp.load(path, state, options=bcp.LoadOptions(timeout_s=PATIENT_S, exchange=exchange))
     return state["seen"] == seen_by(-1) and bool((state["weight"] == 2.0).all())
 
 

@@ -8,7 +8,9 @@ import os
 import signal
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,7 +27,8 @@ from distributed.workers import WorkerDied, WorkerPool
 
 PHASES = EXCHANGE_PHASES | SOCKET_PHASES
 GROUP_SIZE, NUM_GROUPS = 2, 4
-TIMEOUT_S = 1.5
+TIMEOUT_S = 2.5
+"""On a busy machine the ranks of a group come to a phase so much later than one another."""
 
 
 class Case(NamedTuple):
@@ -61,6 +64,7 @@ def go_missing(rank: int, world_size: int, root: str, cases: list[Case]) -> tupl
     dist.all_gather_object(pids, os.getpid(), group=group)
     bcp.save(path, state_of(own_rank, 1.0), process_group=group)
     options = bcp.LoadOptions(exchange="on", timeout_s=TIMEOUT_S)
+    dist.barrier(group=group)
     with going_missing(case) if own_rank == case.missing_rank else nullcontext(), in_phase(case.phase, own_rank):
         error = seen(lambda: bcp.load(path, state_of(own_rank, 9.0), options=options, process_group=group))
     if case.how == "killed":
@@ -79,12 +83,13 @@ def in_phase(phase: str, rank: int) -> Any:
 
 def going_missing(case: Case) -> Any:
     left = [signal.SIGKILL if case.how == "killed" else signal.SIGSTOP]
-    return before(PHASES[case.phase], lambda: os.kill(os.getpid(), left.pop()) if left else None)
+    # The thread that is there stops at once: what the process gets may be taken by any of its threads, and later.
+    return before(PHASES[case.phase], lambda: signal.pthread_kill(get_ident(), left.pop()) if left else None)
 
 
 @pytest.mark.parametrize("cases", BATCHES, ids=lambda cases: ", ".join(dict.fromkeys(case.phase for case in cases)))
 def test_a_rank_that_is_lost_in_any_phase_is_named(workers: WorkerPool, tmp_path: Path, cases: list[Case]) -> None:
-    outcomes = workers.run_each(go_missing, str(tmp_path), cases, world_size=GROUP_SIZE * len(cases), timeout_s=60)
+    outcomes = workers.run_each(go_missing, str(tmp_path), cases, world_size=GROUP_SIZE * len(cases))
     for number, case in enumerate(cases):
         of_group = outcomes[number * GROUP_SIZE : (number + 1) * GROUP_SIZE]
         lost = of_group.pop(case.missing_rank)
@@ -128,7 +133,7 @@ def test_what_fails_in_any_phase_fails_all(workers: WorkerPool, tmp_path: Path, 
     assert all(next_loads for _, next_loads in outcomes)
 
 
-NUM_SLOW_READS, SLOW_READ_S = 16, 0.3
+NUM_SLOW_READS, SLOW_READ_S = 16, 0.5
 EXTENT_BYTES = 8192
 VALUES = {name: torch.arange(2 * NUM_SLOW_READS * EXTENT_BYTES // 4, dtype=torch.int32) for name in ("first", "second")}
 
@@ -182,27 +187,26 @@ def test_a_peer_that_dies_is_known_long_before_the_timeout(workers: WorkerPool, 
         assert LOST[phase] in outcome.value.message or SEEN_AT_BARRIER in outcome.value.message
 
 
-HOLD_S = 4.0
+HOLD_S = 60.0
 
 
-def interrupt_rank_1(rank: int, world_size: int, path: str) -> tuple[str, tuple[int, ...], float]:
-    """While rank 0 answers nobody, rank 1 is interrupted: what each raises, and when rank 1 has and rank 0 goes on."""
+def interrupt_rank_1(rank: int, world_size: int, path: str) -> tuple[str, tuple[int, ...]]:
+    """While rank 0 answers nobody, rank 1 is interrupted: what each raises. Rank 0 goes on when rank 1 has raised."""
+    store, is_over = dist.distributed_c10d._get_default_store(), "rank 1 has raised"
     bcp.save(path, state_of(rank, 1.0))
-    times = []
-    wait = lambda: (time.sleep(HOLD_S), times.append(time.monotonic()))  # noqa: E731
     interrupt = before(PHASES["letting in"], raising(KeyboardInterrupt()))
-    options = bcp.LoadOptions(exchange="on", timeout_s=20)
+    hold = before(PHASES["dividing the work"], lambda: store.wait([is_over], timedelta(seconds=HOLD_S)))
     try:
-        with before(PHASES["dividing the work"], wait) if rank == 0 else interrupt:
-            bcp.load(path, state_of(rank, 0.0), options=options)
+        with hold if rank == 0 else interrupt:
+            bcp.load(path, state_of(rank, 0.0), options=bcp.LoadOptions(exchange="on", timeout_s=2 * HOLD_S))
     except KeyboardInterrupt:
-        return "KeyboardInterrupt", (), time.monotonic()
+        store.set(is_over, "")
+        return "KeyboardInterrupt", ()
     except bcp.CheckpointError as error:
-        return error.kind, error.ranks, times[0]
-    return "", (), 0.0
+        return error.kind, error.ranks
+    return "", ()
 
 
 def test_an_interrupt_does_not_wait_for_a_reader_that_does_not_answer(workers: WorkerPool, tmp_path: Path) -> None:
-    outcomes = workers.run(interrupt_rank_1, str(tmp_path), world_size=2, timeout_s=60)
-    assert [outcome[:2] for outcome in outcomes] == [("rank_missing", (1,)), ("KeyboardInterrupt", ())]
-    assert outcomes[1][2] < outcomes[0][2]
+    outcomes = workers.run(interrupt_rank_1, str(tmp_path), world_size=2)
+    assert outcomes == [("rank_missing", (1,)), ("KeyboardInterrupt", ())]

@@ -405,6 +405,11 @@ class Heard(NamedTuple):
     stored: list[Any]
 
 
+def told_in(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    """Without what a collection of garbage tells of other tests' files and sockets."""
+    return [str(warning.message) for warning in caught if not issubclass(warning.category, ResourceWarning)]
+
+
 def save_replicas(rank: int, world_size: int, root: str, values: list[dict[int, float]]) -> list[Heard]:
     """Saves replicas that have, on the ranks that are named, other values."""
     process_state().plans = PlanCache()
@@ -416,7 +421,7 @@ def save_replicas(rank: int, world_size: int, root: str, values: list[dict[int, 
             warnings.simplefilter("always")
             bcp.save(f"{root}/{number}", state, options=OPTIONS)
         stored = float(bcp.open(f"{root}/{number}")["a"][...])
-        heard.append(Heard([str(warning.message) for warning in caught], watched.planned, [stored]))
+        heard.append(Heard(told_in(caught), watched.planned, [stored]))
     return heard
 
 
@@ -446,7 +451,7 @@ def save_in_layouts(rank: int, world_size: int, root: str) -> list[Heard]:
             bcp.save(f"{root}/{number}", state, options=OPTIONS)
         stored = bcp.open(f"{root}/{number}").state_dict()
         equal = [name for name, content in contents.items() if same_bits(stored[name], content)]
-        heard.append(Heard([str(warning.message) for warning in caught], watched.planned, equal))
+        heard.append(Heard(told_in(caught), watched.planned, equal))
     return heard
 
 
@@ -464,7 +469,7 @@ def save_after_warm_up(rank: int, world_size: int, path: str) -> list[str]:
         bcp.warm_up({"a": torch.tensor(float(rank))}, options=OPTIONS)
         bcp.save(path, {"a": torch.tensor(float(rank))}, options=OPTIONS)
         bcp.save(f"{path}-again", {"a": torch.tensor(float(rank))}, options=OPTIONS)
-    return [str(warning.message) for warning in caught]
+    return told_in(caught)
 
 
 def test_replicas_that_differ_are_told_once_after_a_warm_up_too(workers: WorkerPool, tmp_path: Path) -> None:

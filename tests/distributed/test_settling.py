@@ -18,7 +18,7 @@ from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.saving.plans.rank_plan import PlanCache
 from distributed.workers import WorkerPool
 
-OPTIONS = {kind: bcp.SaveOptions(snapshot=kind, timeout_s=30) for kind in ("copy", "lazy")}  # type: ignore[arg-type]
+OPTIONS = {kind: bcp.SaveOptions(snapshot=kind, timeout_s=60) for kind in ("copy", "lazy")}  # type: ignore[arg-type]
 
 
 def begin(path: str, state: dict[str, Any], kind: str, **arguments: Any) -> bcp.SaveHandle:

@@ -74,7 +74,7 @@ def save_and_mutate(rank: int, world_size: int, path: str, kind: str) -> None:
     with slowed(0.05), running([collect], stop):
         handle = save(path, state, kind)
         with mutating({"x": state[f"rank{rank}"]}):
-            handle.result(40)
+            handle.result(100)
 
 
 @pytest.mark.parametrize("kind", OPTIONS)

@@ -35,6 +35,7 @@ SIZES = {
     "20 MiB": 20 * MiB,
 }
 MAX_RANKS = 6
+PATIENT_S = 120.0
 ABOUT = Subject("/ckpt", 7, is_save=True)
 
 
@@ -67,7 +68,7 @@ def serve(*, use_libuv: bool = True) -> TCPStore:
 
 
 def client(port: int, *, use_libuv: bool = True) -> TCPStore:
-    limit = timedelta(seconds=20)
+    limit = timedelta(seconds=PATIENT_S)
     return TCPStore("127.0.0.1", port, is_master=False, timeout=limit, use_libuv=use_libuv)
 
 
@@ -87,7 +88,7 @@ def on_all(meeting: Meeting, function: Callable[[Ranks], Any], *, num_ranks: int
                     lambda: call_store(stores[rank]),
                     rank,
                     range(num_ranks),
-                    20.0,
+                    PATIENT_S,
                     block_ranks=block_ranks,
                     call="save",
                     watch=None,
@@ -231,6 +232,8 @@ class DeadlyStore:
 def die_between_parts(rank: int, world_size: int, port: int, dying_rank: int, block_ranks: int) -> tuple[Any, ...]:
     store: Any = PrefixStore("a call", client(port))
     way = DeadlyStore(store, 2) if rank == dying_rank else store
+    store.set(f"here is {rank}", b"")
+    store.wait([f"here is {each}" for each in range(world_size)])  # they begin to wait together
     # Others name rank 0 where it begins to wait so much later than they do, which on a busy machine is soon.
     ranks = GroupRanks(
         lambda: call_store(way),
@@ -254,7 +257,7 @@ def die_between_parts(rank: int, world_size: int, port: int, dying_rank: int, bl
 def test_a_rank_that_dies_between_parts_is_named(workers: WorkerPool, dying_rank: int, block_ranks: int) -> None:
     server = serve()
     outcomes = workers.run_each(
-        die_between_parts, server.port, dying_rank, block_ranks, world_size=4, timeout_s=30, process_group=False
+        die_between_parts, server.port, dying_rank, block_ranks, world_size=4, process_group=False
     )
     assert isinstance(outcomes.pop(dying_rank).error, WorkerDied)
     assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, ("rank_missing", (dying_rank,)))] * 3

@@ -5,8 +5,9 @@ of that rank take at it.
 from __future__ import annotations
 
 import re
-import time
 from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,19 +25,26 @@ from bytecheckpoint.saving import local_stage as local_stage_module
 from bytecheckpoint.saving import write
 from distributed.workers import WorkerPool
 
-IMPATIENT_S = 1.0
-LATE_S = 3.0
+IMPATIENT_S = 2.0
+LATE_S = 60.0
 
 
 def save_late(rank: int, world_size: int, path: str, stage: str | None, seam: str) -> tuple[list[Seen | None], bool]:
-    """The plan of the first save is new, that of the second one known."""
+    """The plan of the first save is new, that of the second one known. Rank 1 writes when rank 0 has given up on it."""
+    store = dist.distributed_c10d._get_default_store()
     state = {f"rank{rank}": torch.arange(250_000 * (1 + 3 * rank), dtype=torch.float32)}
     patient = bcp.SaveOptions(local_stage=stage)
     errors = []
+    bcp.save(path, {"other": torch.ones(3)}, step=0, options=patient)  # the first one imports what saves need
     for step in (1, 3):
         options = bcp.SaveOptions(timeout_s=IMPATIENT_S, local_stage=stage)
-        with before(seam, lambda: time.sleep(LATE_S)) if rank == 1 else nullcontext():
+        has_given_up = f"rank 0 has given up on rank 1 in step {step}"
+        be_late = partial(store.wait, [has_given_up], timedelta(seconds=LATE_S))
+        dist.barrier()
+        with before(seam, be_late) if rank == 1 else nullcontext():
             errors.append(seen(lambda step=step, options=options: bcp.save(path, state, step=step, options=options)))
+        if rank == 0:
+            store.set(has_given_up, "")
         dist.barrier()
         bcp.save(path, state, step=step + 1, options=patient)
     loaded = {f"rank{rank}": torch.zeros_like(state[f"rank{rank}"])}
@@ -63,7 +71,7 @@ def test_a_rank_that_writes_too_slowly_is_told_from_one_that_is_stuck(
             assert error is not None
             assert (error.kind, error.ranks) == ("rank_missing", (1,))
             found = re.search(
-                r"rank 1 did not answer within 1 s.*\. Rank 0 (?:wrote|uploaded) its 1\.0 MB of values in (\d+\.\d) s, "
+                r"rank 1 did not answer within 2 s.*\. Rank 0 (?:wrote|uploaded) its 1\.0 MB of values in (\d+\.\d) s, "
                 r"[\d.,]+ MB/s, at which the 4\.0 MB of rank 1 take (\d+\.\d) s; (\d+\.\d) s had gone by",
                 error.message,
             )

@@ -47,7 +47,9 @@ _PROCESSES = threading.Lock()
 of them whenever another one starts. Hazard: of two threads that ask at once how a child has ended, one is told wrong.
 """
 _STARTUP_S = 120.0
-_DUMP_S = 5.0
+_DUMP_S = 30.0
+_END_S = 60.0
+"""A process that was killed has to end, and multiprocessing's server of forks to say so, before it can be closed."""
 
 
 class WorkerError(Exception):
@@ -106,7 +108,7 @@ class WorkerPool:
         function: Callable[..., Any],
         *args: Any,
         world_size: int = 4,
-        timeout_s: float = 60,
+        timeout_s: float = 120,
         process_group: bool = True,
     ) -> list[Any]:
         """What `function(rank, world_size, *args)` returned on each rank, by rank; WorkerError where one raised.
@@ -127,7 +129,7 @@ class WorkerPool:
         function: Callable[..., Any],
         *args: Any,
         world_size: int = 4,
-        timeout_s: float = 60,
+        timeout_s: float = 120,
         process_group: bool = True,
     ) -> list[Outcome]:
         """As `run`, but gives each rank's value or exception and raises nothing itself."""
@@ -250,10 +252,9 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
         give_up = time.monotonic() + _DUMP_S
-        # The dump ends with the main thread, which is the first to have started.
-        while "Current thread" not in self.read_stacks() and time.monotonic() < give_up:
+        # The dump ends with the main thread, which is the first to have started, and with the frame that it began in.
+        while not self.read_stacks().endswith("in <module>\n") and time.monotonic() < give_up:
             time.sleep(0.02)
-        time.sleep(0.05)
         self._process.kill()
         self.stop()
         return self.read_stacks()
@@ -264,7 +265,7 @@ class _Worker:
         wait([self._process.sentinel], 0.5)
         with _PROCESSES:
             self._process.kill()
-            self._process.join(_DUMP_S)
+            self._process.join(_END_S)
             exit_code = self._process.exitcode
             self._process.close()
         return exit_code

@@ -67,10 +67,13 @@ def test_an_error_of_any_thread_is_raised(num_threads: int) -> None:
 
 
 def test_an_error_of_a_thread_is_raised_where_threads_were_short(one_more_thread: list[str]) -> None:
+    begun = threading.Event()
+
     def do(_: int) -> None:
         if threading.current_thread() is not threading.main_thread():
+            begun.set()
             raise MemoryError("beside")
-        time.sleep(0.01)
+        assert begun.wait(WAIT_S)
 
     with pytest.raises(MemoryError, match="beside"):
         run_jobs(do, range(50), num_threads=4)

@@ -7,11 +7,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.saving.prepare import PreparedSave
 
 WRITING = Seam(write, "write_image")
+WAITING = Seam(in_flight.SavesInFlight, "slot")
 
 
 @contextmanager
@@ -81,13 +84,13 @@ def test_the_state_is_saved_as_it_was_at_the_call(tmp_path: Path) -> None:
 
 
 def test_a_handle_tells_how_far_it_is(tmp_path: Path) -> None:
-    called: list[SaveHandle] = []
+    called: SimpleQueue[SaveHandle] = SimpleQueue()
     with held_back() as go:
         handle = bcp.save(tmp_path, state_of(0, 1.0), async_save=True)
-        handle.add_done_callback(called.append)
+        handle.add_done_callback(called.put)
         handle.staged()
         assert not handle.done()
-        assert not called
+        assert called.empty()
         assert "under way" in repr(handle)
         with pytest.raises(TimeoutError):
             handle.result(timeout=0.01)
@@ -98,9 +101,10 @@ def test_a_handle_tells_how_far_it_is(tmp_path: Path) -> None:
     assert (info.path, info.step, info.num_tensors) == (str(tmp_path), None, 2)
     assert handle.done()
     assert handle.exception() is None
-    assert called == [handle]
-    handle.add_done_callback(called.append)
-    assert called == [handle] * 2
+    assert called.get(timeout=20) is handle  # which may come a little after the result
+    handle.add_done_callback(called.put)
+    assert called.get_nowait() is handle
+    assert called.empty()
     assert "done" in repr(handle)
 
 
@@ -187,8 +191,8 @@ def test_a_timeout_is_no_one_who_saw_a_failure(tmp_path: Path) -> None:
 def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     with held_back() as go:
         first = bcp.save(tmp_path, state_of(0, 1.0), step=1, async_save=True)
-        threading.Timer(0.2, go.set).start()
-        second = bcp.save(tmp_path, state_of(0, 2.0), step=2, async_save=True)
+        with before(WAITING, threading.Timer(0.2, go.set).start):
+            second = bcp.save(tmp_path, state_of(0, 2.0), step=2, async_save=True)
         assert first.done()
         info = second.result(20)
     assert info.seconds["wait"] > 0.05
@@ -242,8 +246,7 @@ def test_the_handle_of_a_failed_save_does_not_keep_the_state(tmp_path: Path, sna
         handle = bcp.save(tmp_path, state, async_save=True, options=options)
         assert isinstance(handle.exception(20), bcp.CheckpointSaveError)
     del state
-    gc.collect()
-    assert kept() is None
+    assert is_let_go(kept)
 
 
 class Calling:
@@ -275,13 +278,14 @@ class Batch:
     """What the caller of a save has in its frame, as it has the state."""
 
 
-def is_let_go(batch: weakref.ref[Batch]) -> bool:
+def is_let_go(kept: weakref.ref[Any]) -> bool:
     """Soon: the thread that has ended a save may still be in its last function."""
-    for _ in range(50):
+    give_up = time.monotonic() + 20
+    while time.monotonic() < give_up:
         gc.collect()
-        if batch() is None:
+        if kept() is None:
             return True
-        threading.Event().wait(0.01)
+        time.sleep(0.01)
     return False
 
 

@@ -80,7 +80,9 @@ def test_both_states_can_be_seen(tmp_path: Path, stage: Path, options: bcp.SaveO
 
 
 def test_the_next_save_need_not_wait_for_the_upload(tmp_path: Path, options: bcp.SaveOptions) -> None:
-    with held_back(UPLOADING) as go:
+    there: list[list[int]] = []
+    note = before(Seam(layout, "commit"), lambda: there.append(bcp.steps(tmp_path / "run")))
+    with note, held_back(UPLOADING) as go:
         first = bcp.save(tmp_path / "run", state_of(0, 1.0), step=1, async_save=True, options=options)
         first.local(20)
         second = bcp.save(tmp_path / "run", state_of(0, 2.0), step=2, async_save=True, options=options)
@@ -89,7 +91,8 @@ def test_the_next_save_need_not_wait_for_the_upload(tmp_path: Path, options: bcp
         assert not second.done()
         go.set()
         second.result(20)
-        assert first.done()  # uploads come in the order of the saves
+        first.result(20)
+    assert there == [[], [1]]  # uploads come in the order of the saves
     assert loads_as(tmp_path / "run", 0, 1.0, step=1)
     assert loads_as(tmp_path / "run", 0, 2.0, step=2)
 

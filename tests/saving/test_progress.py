@@ -251,7 +251,15 @@ def test_what_cannot_be_called_is_refused(kind: type[Any]) -> None:
 
 def test_the_log_tells_begin_staging_commit_and_with_debug_all_phases(tmp_path, caplog) -> None:
     caplog.set_level(logging.INFO, "bytecheckpoint")
-    bcp.save(tmp_path / "c", state_of(1 << 20), async_save=True).result()
+    has_returned = threading.Event()
+
+    def hold(progress: bcp.Progress) -> None:
+        assert progress.phase != "commit" or has_returned.wait(60)  # else the caller may tell of staging after that
+
+    options = bcp.SaveOptions(on_progress=hold)
+    handle = bcp.save(tmp_path / "c", state_of(1 << 20), async_save=True, options=options)
+    has_returned.set()
+    handle.result()
     assert [record.message.split()[0] for record in caplog.records] == ["saving", "staged", "committed"]
     caplog.clear()
     caplog.set_level(logging.DEBUG, "bytecheckpoint")

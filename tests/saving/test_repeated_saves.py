@@ -117,7 +117,7 @@ class Squares(torch.utils.data.Dataset[torch.Tensor]):
 
 def batches(**arguments: object) -> torch.utils.data.DataLoader[torch.Tensor]:
     return torch.utils.data.DataLoader(
-        Squares(), batch_size=4, num_workers=2, multiprocessing_context="fork", timeout=30, **arguments
+        Squares(), batch_size=4, num_workers=2, multiprocessing_context="fork", timeout=100, **arguments
     )
 
 
@@ -167,7 +167,7 @@ def test_a_forked_process_can_save_by_itself_in_every_way(tmp_path: Path) -> Non
             handle = save(tmp_path / "parent" / kind, large_state(), kind)
             child = context.Process(target=_save_all, args=(str(tmp_path / "child" / kind),))
             child.start()
-            child.join(30)
+            child.join(100)
             handle.result(30)
         assert child.exitcode == 0
         for each in KINDS:

@@ -307,6 +307,7 @@ def test_who_waits_for_staging_takes_part_in_it(
             return
         assert begun.wait(20)
         if faults:
+            threading.Timer(0.3, go.set).start()
             raise faults.pop()
         num_gathered += 1
         if num_gathered == 7:
@@ -319,7 +320,6 @@ def test_who_waits_for_staging_takes_part_in_it(
             handle.staged()
             assert num_gathered == 7
         else:
-            threading.Timer(0.3, go.set).start()
             with pytest.raises(KeyboardInterrupt) if isinstance(fault, KeyboardInterrupt) else nullcontext():
                 handle.staged()
             handle.staged()

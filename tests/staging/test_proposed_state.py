@@ -26,12 +26,14 @@ class File(LiveFile):
         none = np.zeros(0, np.int64)
         self.planned = PlannedFile((), (), (), b"", (), blocks, NUM_BLOCKS * BLOCK_BYTES, none, none)
         self._value, self._go = value, go
+        self.begun = threading.Event()
         self.num_gathered = 0
 
     def leave_out_devices(self) -> dict[int, torch.Tensor]:
         return {}
 
     def gather(self, _byte_offset: int, into: memoryview) -> None:
+        self.begun.set()
         assert self._go.wait(20)
         into[:] = bytes([self._value]) * into.nbytes
         self.num_gathered += 1
@@ -39,6 +41,14 @@ class File(LiveFile):
 
 def staged(files: Sequence[LiveFile], memory: bytearray, threads: int = 2) -> StagedState:
     return StagedState(files, memoryview(memory), {}, threads=threads)
+
+
+def wait_until_failed(state: StagedState) -> None:
+    """Returns when `fail` was called on another thread, which may still wait in it."""
+    give_up = time.monotonic() + 20
+    while state._error is None:
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
 
 
 def held(is_held: bool) -> threading.Event:
@@ -92,8 +102,9 @@ def test_after_a_failure_nobody_writes_to_the_memory() -> None:
     state = ProposedState(staged([file], memory, threads=1))
     with ThreadPoolExecutor(2) as pool:
         staging = pool.submit(state.stage)
-        time.sleep(0.05)
+        assert file.begun.wait(20)
         failing = pool.submit(state.fail, ValueError("no"))
+        wait_until_failed(state.proposed)
         time.sleep(0.05)
         assert not failing.done()  # a block is on its way
         go.set()
@@ -140,8 +151,9 @@ def test_who_waits_for_a_copy_that_fails_goes_on_when_nobody_writes_to_its_memor
     state = staged([file], bytearray(NUM_BLOCKS * BLOCK_BYTES), threads=1)
     with ThreadPoolExecutor(3) as pool:
         staging = pool.submit(state.stage)
-        time.sleep(0.05)
+        assert file.begun.wait(20)
         waiting, failing = pool.submit(state.wait), pool.submit(state.fail, ValueError("no"))
+        wait_until_failed(state)
         time.sleep(0.05)
         assert not waiting.done()
         assert not failing.done()

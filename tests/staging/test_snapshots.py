@@ -29,6 +29,7 @@ from snapshot_cases import (
 import bytecheckpoint as bcp
 from bytecheckpoint.runtime.threads import ThreadPool
 from bytecheckpoint.saving import prepare
+from bytecheckpoint.saving.in_flight import SavesInFlight
 from bytecheckpoint.staging import file_image
 from bytecheckpoint.staging.snapshots import Snapshot, StagedState
 from bytecheckpoint.storage.backends import direct_io
@@ -170,9 +171,9 @@ def test_a_save_waits_for_the_one_under_way_and_says_so(tmp_path: Path, first: s
         state["all"].fill_(2.0)
         state["own"]["rank0"].fill_(2.0)
         state["plain"]["value"] = 2.0
-        threading.Timer(0.15, go.set).start()
         is_sync = second == "sync"
-        handle = bcp.save(tmp_path / "second", state) if is_sync else save(tmp_path / "second", state, second)
+        with before(Seam(SavesInFlight, "slot"), threading.Timer(0.15, go.set).start):
+            handle = bcp.save(tmp_path / "second", state) if is_sync else save(tmp_path / "second", state, second)
         assert go.is_set()
         info = handle.result(20)
         running.result(20)
