@@ -29,6 +29,7 @@ from bytecheckpoint.loading.name_scope import Fitted, Matched, NameScope, Wanted
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together, retry_replaced, wanted_step
 from bytecheckpoint.loading.overwrite_state import report_overwrite
 from bytecheckpoint.loading.read import Source, Traffic
+from bytecheckpoint.loading.stored_sums import bad_sums
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory_tier.part_of_save import (
     holding_first,
@@ -207,7 +208,8 @@ def run_load(
         included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
         scope = NameScope(source.manifest, ranks.rank, ranks.num_ranks, key_map, included, excluded)
         wanted = WantedState(state, framework, cast=cast, strict=strict, ignored=ignored)
-        fitted = fit_state(ranks, scope, wanted, partial(_plan_together, ranks, source))
+        checks = partial(_plan_together, ranks, source), partial(_bad_sums, ranks, source)
+        fitted = fit_state(ranks, scope, wanted, *checks)
         entries, stored, match, manifest, fetches, findings = fitted
         source = source.showing(manifest)
 
@@ -235,6 +237,10 @@ def run_load(
 
 def _plan_together(ranks: Ranks, source: Source, matched: Matched) -> list[Fetch]:
     return plan_together(ranks, source.showing(matched.manifest), matched)
+
+
+def _bad_sums(ranks: Ranks, source: Source, matched: Matched) -> Mapping[str, str]:
+    return bad_sums(ranks, source.showing(matched.manifest), matched)
 
 
 def _make_memory(source: Source, fitted: Fitted, *, cast: bool) -> tuple[Match, list[Fetch]]:
