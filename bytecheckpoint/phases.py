@@ -22,7 +22,7 @@ from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.loading.exchange import read_together
-from bytecheckpoint.loading.file_checks import plan_again, plan_together
+from bytecheckpoint.loading.file_checks import bad_sums, plan_again, plan_together
 from bytecheckpoint.loading.match import Match, match_again
 from bytecheckpoint.loading.mismatches import warn_of_unused
 from bytecheckpoint.loading.name_scope import Fitted, Matched, NameScope, WantedState, fit_state
@@ -207,7 +207,8 @@ def run_load(
         included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
         scope = NameScope(source.manifest, ranks.rank, ranks.num_ranks, key_map, included, excluded)
         wanted = WantedState(state, framework, cast=cast, strict=strict, ignored=ignored)
-        fitted = fit_state(ranks, scope, wanted, partial(_plan_together, ranks, source))
+        checks = partial(_plan_together, ranks, source), partial(_bad_sums, ranks, source)
+        fitted = fit_state(ranks, scope, wanted, *checks)
         entries, stored, match, manifest, fetches, findings = fitted
         source = source.showing(manifest)
 
@@ -235,6 +236,10 @@ def run_load(
 
 def _plan_together(ranks: Ranks, source: Source, matched: Matched) -> list[Fetch]:
     return plan_together(ranks, source.showing(matched.manifest), matched)
+
+
+def _bad_sums(ranks: Ranks, source: Source, matched: Matched) -> Mapping[str, str]:
+    return bad_sums(ranks, source.showing(matched.manifest), matched)
 
 
 def _make_memory(source: Source, fitted: Fitted, *, cast: bool) -> tuple[Match, list[Fetch]]:

@@ -13,7 +13,14 @@ import torch
 from bytecheckpoint.adapters.data.stream_wire import decode_stored, has_mark
 from bytecheckpoint.adapters.expectation import RankMissing
 from bytecheckpoint.adapters.key_map import Globs, KeyMap, Renamer, UnusedRule, renamed_alike
-from bytecheckpoint.adapters.plain.manifest_trees import all_trees, common_tree, named_by_content, tensor_dicts
+from bytecheckpoint.adapters.plain.manifest_trees import (
+    SavedByRank,
+    all_trees,
+    common_tree,
+    leaves_of_others,
+    named_by_content,
+    tensor_dicts,
+)
 from bytecheckpoint.adapters.plain.plain_data import decode_plain
 from bytecheckpoint.adapters.plain.plain_tree import descend, leaves
 from bytecheckpoint.adapters.shards import NEW_TUPLE, torch_dtype
@@ -50,23 +57,6 @@ class StoredTree(NamedTuple):
     tree: Any
     is_taken: bool
     """True if include and exclude let at least one of its leaves through; always True for a part, from `subtree`."""
-
-
-class SavedByRank(NamedTuple):
-    """The plain data of one entry that each rank saved for itself."""
-
-    fqn: str
-    """FQN in the checkpoint."""
-    data: Mapping[int, bytes]
-    """Encoded trees by rank."""
-    num_ranks: int
-    """Number of ranks of the save; for a checkpoint that was converted or linked, or that does not say, the highest
-    rank in `data` plus one, which may be less.
-    """
-
-    def tree(self, rank: int) -> Any:
-        """Returns a new tree of what this rank saved. Raises KeyError if it is not in `data`."""
-        return decode_plain(self.data[rank])
 
 
 class CheckpointView:
@@ -150,8 +140,16 @@ class CheckpointView:
         """Returns True if include and exclude let this checkpoint FQN through."""
         if self.takes_all:
             return True
+        if fqn in self._unsaved_here:
+            return not self.excludes(fqn) and any(map(self.takes, self._unsaved_here[fqn]))
         is_excluded = self.excludes(fqn)  # asked whatever include says: it is known then that a glob matches something
         return (self._include is None or self._include.match(fqn)) and not is_excluded
+
+    @cached_property
+    def _unsaved_here(self) -> dict[str, set[str]]:
+        """For each entry of which only other ranks saved a value: the FQNs of the leaves for which its name stands."""
+        unsaved = leaves_of_others(self._manifest, self.rank)
+        return {fqn: names for fqn, names in unsaved.items() if fqn.split(".")[0] != PER_RANK_NAME}
 
     def why_left_out(self, fqn: str) -> str | None:
         """Returns why a name map leaves out the value saved as this state FQN; None if it leaves out no such value."""

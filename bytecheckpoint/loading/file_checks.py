@@ -1,16 +1,15 @@
 """Checks of data files before a load: each file is checked once in the whole job, by one of the ranks that read it.
-Integers that a load will sum are read and summed here, because their sum may be out of range.
+Integers that a load will sum are read and summed here: a sum may be out of range, and no manifest shows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from bytecheckpoint.adapters.rank_values.rank_local import RankLocalEntry
-from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, SoleRank
 from bytecheckpoint.loading.exchange import read_together
@@ -29,16 +28,13 @@ class _WantedFiles(msgspec.Struct, frozen=True, array_like=True):
     files: bytes
     """A bit for each file of the manifest."""
     verify: bool
-    sums: bool
-    """True if it sums integers in data files."""
 
 
 def plan_together(ranks: Ranks, source: Source, matched: Matched) -> list[Fetch]:
     """Returns the plan of this rank, and checks its share of the files that all ranks read. Once a rank
-    has a later message from all others, it knows that all files are there, and all sums in range.
+    has a later message from all others, it knows that all files are there.
 
-    Raises like `Source.plan`; if some rank sums integers in data files, also the errors of reading them, and
-    CheckpointMismatchError (conflict) for a sum that is out of range.
+    Raises like `Source.plan`.
     """
     fetches = source.plan_unchecked(matched.match.shards, matched.match.stored_fqns)
     num_files = len(source.manifest.files)
@@ -48,32 +44,16 @@ def plan_together(ranks: Ranks, source: Source, matched: Matched) -> list[Fetch]
         wanted = [msgspec.msgpack.decode(payload, type=_WantedFiles) for payload in payloads]
         bits = np.array([np.unpackbits(np.frombuffer(each.files, np.uint8), count=num_files) for each in wanted])
         shares = shares_of(bits, is_listed=is_listed)
-        verify, sums = any(each.verify for each in wanted), any(each.sums for each in wanted)
-        return [msgspec.msgpack.encode((share, verify, sums)) for share in shares]
+        verify = any(each.verify for each in wanted)
+        return [msgspec.msgpack.encode((share, verify)) for share in shares]
 
     own = np.zeros(num_files, bool)
     own[list(wanted_files(fetches))] = True
-    summing = [entry for entry in matched.entries if isinstance(entry, RankLocalEntry)]
-    shards = [shard for entry in summing for shard in entry.shards_to_sum()]
-    message = _WantedFiles(np.packbits(own).tobytes(), source.options.verify, bool(shards))
+    message = _WantedFiles(np.packbits(own).tobytes(), source.options.verify)
     reply = ranks.reduce_scatter(msgspec.msgpack.encode(message), assign_shares)
-    numbers, verify, sums = msgspec.msgpack.decode(reply, type=tuple[list[int], bool, bool])
+    numbers, verify = msgspec.msgpack.decode(reply, type=tuple[list[int], bool])
     source.check_files(numbers, verify=verify)
-    if sums:
-        with report_overwrite(StateChanges(), SoleRank()):  # no rank has overwritten anything
-            _read_apart(ranks, source, matched, shards)
-            for entry in summing:
-                entry.check_sums()
     return fetches
-
-
-def _read_apart(ranks: Ranks, source: Source, matched: Matched, shards: Sequence[LocalShard]) -> None:
-    """Fills shards that are no part of the state. All ranks must call it: each may be the only one that can read some
-    of the files.
-    """
-    fqns = [matched.stored.tensor_of_other_rank(shard.fqn).fqn for shard in shards]
-    apart, match = source.apart(), matched.match._replace(shards=TargetShards(shards), stored_fqns=fqns)
-    source.traffic_apart.append(read_together(ranks, apart, apart.plan_unchecked(shards, fqns), match))
 
 
 def plan_again(source: Source, match: Match, *, checked: Sequence[Fetch]) -> list[Fetch]:
@@ -84,6 +64,29 @@ def plan_again(source: Source, match: Match, *, checked: Sequence[Fetch]) -> lis
     new = set(wanted_files(fetches)).difference(wanted_files(checked))
     source.check_files(new, verify=source.options.verify)
     return fetches
+
+
+def bad_sums(ranks: Ranks, source: Source, matched: Matched) -> Mapping[str, str]:
+    """Returns on every rank, by the FQN of the entry, the texts of all conflicts that some rank finds. All ranks must
+    call it, also those that sum nothing: each may be the only one that can read some of the files.
+
+    Raises the errors of reading.
+    """
+    summing = [entry for entry in matched.entries if isinstance(entry, RankLocalEntry)]
+    shards = [shard for entry in summing for shard in entry.shards_to_sum()]
+    fqns = [matched.stored.tensor_of_other_rank(shard.fqn).fqn for shard in shards]
+    apart, match = source.apart(), matched.match._replace(shards=TargetShards(shards), stored_fqns=fqns)
+    with report_overwrite(StateChanges(), SoleRank()):  # no rank has overwritten anything
+        source.traffic_apart.append(read_together(ranks, apart, apart.plan_unchecked(shards, fqns), match))
+    own = {entry.fqn: why for entry in summing if (why := entry.bad_sum())}
+
+    def unite(payloads: Sequence[bytes]) -> Sequence[bytes]:
+        found: dict[str, str] = {}
+        for payload in payloads:
+            found |= msgspec.msgpack.decode(payload, type=dict[str, str])
+        return [msgspec.msgpack.encode(found)] * len(payloads)
+
+    return msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(own), unite), type=dict[str, str])
 
 
 def shares_of(wanted: np.ndarray, *, is_listed: bool) -> list[list[int]]:

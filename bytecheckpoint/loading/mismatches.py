@@ -47,6 +47,8 @@ class _RankFindings(msgspec.Struct, frozen=True, array_like=True):
     """The name of the state that the names of the checkpoint may belong below; "" if there is none."""
     has_experts: bool
     """True if the checkpoint has experts in separate tensors, which a load can stack."""
+    sums_in_files: bool
+    """True if it sums integers that lie in data files."""
 
 
 class MergedFindings(msgspec.Struct, frozen=True, array_like=True):
@@ -65,6 +67,8 @@ class MergedFindings(msgspec.Struct, frozen=True, array_like=True):
     """The name of the state that the checkpoint may belong below, if all ranks gave the same; else ""."""
     ignored: list[str] = []
     """Top-level names of the checkpoint that no rank's state has."""
+    sums_in_files: bool = False
+    """True if a rank sums integers that lie in data files."""
 
 
 def merge_findings(
@@ -77,6 +81,7 @@ def merge_findings(
     ignored: Collection[str] = (),
     other_name: str = "",
     has_experts: bool = False,
+    sums_in_files: bool = False,
 ) -> MergedFindings:
     """Returns, on every rank, everything that does not fit on some rank. With `strict`, raises one
     CheckpointMismatchError on every rank instead, if any of it is not of the `ignored` kinds, a rule matches nothing,
@@ -98,6 +103,7 @@ def merge_findings(
         is_all_skipped=bool(match.skipped) and not match.shards,
         other_name=other_name,
         has_experts=has_experts,
+        sums_in_files=sums_in_files,
     )
 
     def merge(payloads: Sequence[bytes]) -> Sequence[bytes]:
@@ -159,7 +165,14 @@ def _merge(findings: Sequence[_RankFindings], fqns: Sequence[str], own_names: Se
     unused = [rule for rule in findings[COORDINATOR].unused if all(rule in of_rank.unused for of_rank in findings)]
     # A state of nothing but modules without tensors has nothing that a load could fill.
     fills = any(of_rank.fills for of_rank in findings) or not any(of_rank.has_places for of_rank in findings)
-    return MergedFindings(list(problems.values()), unexpected, unused, fills, ignored=sorted(ignored))
+    return MergedFindings(
+        list(problems.values()),
+        unexpected,
+        unused,
+        fills,
+        ignored=sorted(ignored),
+        sums_in_files=any(of_rank.sums_in_files for of_rank in findings),
+    )
 
 
 def _mismatch(

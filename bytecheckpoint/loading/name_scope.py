@@ -17,6 +17,7 @@ from bytecheckpoint.adapters.key_map import KeyMap, Renamer
 from bytecheckpoint.adapters.native.module_parts import EXTRA_STATE
 from bytecheckpoint.adapters.native.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizers.forms import Reshaping, forms_of
+from bytecheckpoint.adapters.rank_values.rank_local import RankLocalEntry
 from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.formats.torch_optimizer import as_saved_here
@@ -116,20 +117,26 @@ def match_named(scope: NameScope, wanted: WantedState, *, below: str = "", besid
     return Matched(entries, stored, match_state(entries, stored, cast=wanted.cast), scope.manifest)
 
 
-def fit_state(ranks: Ranks, scope: NameScope, wanted: WantedState, plan: Callable[[Matched], list[Fetch]]) -> Fitted:
+def fit_state(
+    ranks: Ranks,
+    scope: NameScope,
+    wanted: WantedState,
+    plan: Callable[[Matched], list[Fetch]],
+    bad_sums: Callable[[Matched], Mapping[str, str]],
+) -> Fitted:
     """Compares the state with the checkpoint as it is. If the checkpoint lacks something, also compares with its names
     put below a name of the state that is no entry of it, and with its separate tensors of experts stacked. Takes the
-    comparison that fits best on all ranks together.
+    comparison that fits best on all ranks together. What has no sum by `bad_sums`, which is asked last, is a conflict.
 
-    Raises the errors of `plan`, and those of `merge_findings`: with `strict`, CheckpointMismatchError on every rank if
-    something does not fit on one of them.
+    Raises the errors of `plan`, `bad_sums` and `merge_findings`: with `strict`, CheckpointMismatchError on every rank
+    if something does not fit on one of them.
     """
     as_it_is = match_named(scope, wanted)
     names = list(map(str, wanted.state))
 
     def agree(matched: Matched, *, other_name: str = "", has_experts: bool = False) -> Fitted:
         fetches = plan(matched)
-        # Nothing is refused after this: a rank that receives the findings knows that every rank has come this far.
+        # Nothing else is refused after this: a rank that receives the findings knows that all have come this far.
         findings = merge_findings(
             ranks,
             matched.match,
@@ -139,20 +146,34 @@ def fit_state(ranks: Ranks, scope: NameScope, wanted: WantedState, plan: Callabl
             ignored=wanted.ignored,
             other_name=other_name,
             has_experts=has_experts,
+            sums_in_files=any(entry.sums_in_files for entry in _rank_local(matched)),
         )
         return Fitted(*matched, fetches, findings)
 
     other_name = scope.other_name(names, as_it_is.entries)
-    fitted = agree(as_it_is, other_name=other_name, has_experts=has_separate_experts(scope.manifest))
-    if not fitted.findings.is_open:
-        return fitted
-    other_name, fused = fitted.findings.other_name, with_fused_experts(scope.manifest)
-    scopes = [scope] if fused is None else [scope, scope._replace(manifest=fused)]
-    candidates = [(each, "") for each in [as_it_is, *(match_named(each, wanted) for each in scopes[1:])]]
-    if other_name:
-        beside = {*names, *_entries(as_it_is.stored)} - {other_name}
-        candidates += [(match_named(each, wanted, below=other_name, beside=beside), other_name) for each in scopes]
-    return agree(_best_of(ranks, candidates))
+    chosen, fitted = as_it_is, agree(as_it_is, other_name=other_name, has_experts=has_separate_experts(scope.manifest))
+    if fitted.findings.is_open:
+        other_name, fused = fitted.findings.other_name, with_fused_experts(scope.manifest)
+        scopes = [scope] if fused is None else [scope, scope._replace(manifest=fused)]
+        candidates = [(each, "") for each in [as_it_is, *(match_named(each, wanted) for each in scopes[1:])]]
+        if other_name:
+            beside = {*names, *_entries(as_it_is.stored)} - {other_name}
+            candidates += [(match_named(each, wanted, below=other_name, beside=beside), other_name) for each in scopes]
+        chosen = _best_of(ranks, candidates)
+        fitted = agree(chosen)
+    conflicts = bad_sums(chosen) if fitted.findings.sums_in_files else {}
+    return agree(_without_sums(chosen, conflicts, wanted)) if conflicts else fitted
+
+
+def _rank_local(matched: Matched) -> list[RankLocalEntry]:
+    return [entry for entry in matched.entries if isinstance(entry, RankLocalEntry)]
+
+
+def _without_sums(matched: Matched, conflicts: Mapping[str, str], wanted: WantedState) -> Matched:
+    """Returns the comparison with these conflicts, texts by the FQN of the entry: they fill nothing."""
+    for entry in _rank_local(matched):
+        entry.refuse_sum(conflicts.get(entry.fqn, ""))
+    return matched._replace(match=match_state(matched.entries, matched.stored, cast=wanted.cast))
 
 
 def _entries(stored: CheckpointView) -> set[str]:

@@ -14,6 +14,8 @@ import torch
 from click.testing import CliRunner
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.rank_values.merge_values import merge
+from bytecheckpoint.loading.read import Source
 from bytecheckpoint.tools.main import cli
 from distributed.workers import WorkerPool
 
@@ -282,29 +284,156 @@ def save_seen(rank: int, world_size: int, path: str) -> None:
     bcp.save(path, {"n": bcp.RankLocal(seen), "x": torch.ones(2), "y": torch.ones(LARGE)})
 
 
-def load_seen(
-    rank: int, world_size: int, path: str, exchange: Any, strict: bool
-) -> tuple[str, str, tuple[int, ...], bool]:
+def load_seen(rank: int, world_size: int, path: str, exchange: Any) -> tuple[str, str, bool]:
     holder: bcp.RankLocal = bcp.RankLocal("mine", merge="sum")
     state = {"n": holder, "x": torch.zeros(2), "y": torch.zeros(LARGE)}
     with pytest.raises(bcp.CheckpointMismatchError) as error:
-        bcp.load(path, state, strict=strict, options=bcp.LoadOptions(exchange=exchange))
+        bcp.load(path, state, options=bcp.LoadOptions(exchange=exchange))
     is_changed = holder.value != "mine" or bool(state["x"].any()) or bool(state["y"].any())
-    return error.value.kind, error.value.message, error.value.ranks, is_changed
+    return error.value.kind, error.value.message, is_changed
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize(("world_size", "exchange"), [(1, "off"), (3, "off"), (3, "on")])
+OUT_OF_RANGE = "n.a: the values of ranks 0 to 1 of the save are int64 integers whose sum is out of range of it; load on"
+ON_RANKS = pytest.mark.parametrize(("world_size", "exchange"), [(1, "off"), (3, "off"), (3, "on")])
+
+
+@ON_RANKS
 def test_sums_of_large_tensors_that_are_out_of_range_are_refused_before_anything_changes(
-    workers: WorkerPool, tmp_path: Path, world_size: int, exchange: str, strict: bool
+    workers: WorkerPool, tmp_path: Path, world_size: int, exchange: str
 ) -> None:
     workers.run(save_seen, str(tmp_path), world_size=2)
-    for kind, message, ranks, is_changed in workers.run(
-        load_seen, str(tmp_path), exchange, strict, world_size=world_size
-    ):
-        assert (kind, ranks, is_changed) == ("conflict", (0, 1), False)
-        assert message.startswith("n.a: the values of ranks 0 to 1 of the save are int64 integers whose sum is out of")
-        assert message.endswith("Nothing of the state was overwritten")
+    for kind, message, is_changed in workers.run(load_seen, str(tmp_path), exchange, world_size=world_size):
+        assert (kind, is_changed) == ("conflict", False)
+        assert message.startswith("state and checkpoint do not fit (1 conflict); nothing was loaded and the state is")
+        assert f"conflict: {OUT_OF_RANGE}" in message
+
+
+def save_sized(rank: int, world_size: int, path: str, size: int) -> None:
+    seen = {"a": torch.full((size,), 2**62 + rank), "b": torch.full((size,), 1 + rank)}
+    bcp.save(path, {"n": bcp.RankLocal(seen), "x": torch.ones(2)})
+
+
+def load_what_fits(rank: int, world_size: int, path: str, exchange: Any, on_meta: bool) -> tuple[Any, ...]:
+    holder: bcp.RankLocal = bcp.RankLocal("mine", merge="sum")
+    model = torch.nn.Module()
+    model.register_buffer("x", torch.zeros(2, device="meta" if on_meta else "cpu"))
+    options = bcp.LoadOptions(exchange=exchange)
+    report = bcp.load(path, {"n": holder, "": model}, strict=False, options=options)
+    return report.mismatched, report.missing, report.unexpected, holder.value, model.x.tolist()
+
+
+@ON_RANKS
+@pytest.mark.parametrize("on_meta", [True, False])
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_what_has_no_sum_is_left_as_it_was_by_a_load_of_what_fits_whatever_its_size(
+    workers: WorkerPool, tmp_path: Path, world_size: int, exchange: str, on_meta: bool, size: int
+) -> None:
+    workers.run(save_sized, str(tmp_path), size, world_size=2)
+    results = workers.run(load_what_fits, str(tmp_path), exchange, on_meta, world_size=world_size)
+    for mismatched, missing, unexpected, value, x in results:
+        assert (missing, unexpected, value, x) == ([], [], "mine", [1.0, 1.0])
+        assert [text.startswith(OUT_OF_RANGE) for text in mismatched] == [True]
+
+
+def load_without_a(rank: int, world_size: int, path: str, rules: dict[str, Any], missing: Any) -> tuple[Any, ...]:
+    holder: bcp.RankLocal = bcp.RankLocal({"a": "mine"}, merge="sum", missing=missing)
+    state = {"n": holder, "x": torch.zeros(2)}
+    report = bcp.load(path, state, **rules, options=bcp.LoadOptions(verify=False))
+    value = {key: each if key == "a" else each.unique().tolist() for key, each in holder.value.items()}
+    return value, state["x"].tolist(), report.unexpected, report.num_bytes_read
+
+
+RULES = [{"exclude": "n.a"}, {"include": ["x", "n.b"]}, {"exclude": ["n.a*"]}]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("size", [3, LARGE])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_value_that_has_no_sum_can_be_left_out(
+    workers: WorkerPool, tmp_path: Path, rules: dict[str, Any], size: int, world_size: int
+) -> None:
+    workers.run(save_sized, str(tmp_path), size, world_size=2)
+    results = workers.run(load_without_a, str(tmp_path), rules, "error", world_size=world_size)
+    for rank, (value, x, unexpected, num_bytes) in enumerate(results):
+        assert (value, x, unexpected) == ({"a": "mine", "b": [0 if rank else 3]}, [1.0, 1.0], [])
+        assert num_bytes < 4.5 * size * 8 + 10_000  # twice `b` of two ranks, and nothing of `a`
+
+
+UNLIKE_PARTS: dict[str, tuple[list[Any], list[str]]] = {
+    "lists of different lengths": ([[1], [1, 2]], ["n.a"]),
+    "truths in a dict": ([{"b": True}, {"b": True}], ["n.a.*"]),
+    "a dict and a number": ([{"b": 1}, 1], ["n.a*"]),
+    "large shapes": ([torch.ones(LARGE), torch.ones(LARGE + 1)], ["n.a"]),
+    "tensors in lists": ([[torch.ones(1), "x"], [torch.ones(1), "y"]], ["n.a.*"]),
+}
+
+
+def save_unlike(rank: int, world_size: int, path: str, case: str) -> None:
+    bcp.save(path, {"n": bcp.RankLocal({"a": UNLIKE_PARTS[case][0][rank], "b": 1})})
+
+
+@pytest.mark.parametrize("case", UNLIKE_PARTS)
+def test_what_is_left_out_of_a_merge_may_differ_between_ranks(workers: WorkerPool, tmp_path: Path, case: str) -> None:
+    workers.run(save_unlike, str(tmp_path), case, world_size=2)
+    holder: bcp.RankLocal = bcp.RankLocal({"a": "mine"}, merge="sum")
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"n\.a"):
+        bcp.load(tmp_path, {"n": holder})
+    bcp.load(tmp_path, {"n": holder}, exclude=UNLIKE_PARTS[case][1])
+    assert holder.value["b"] == 2
+
+
+def test_only_leaves_by_their_own_names_are_left_out_of_a_merge(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(save_unlike, str(tmp_path), "lists of different lengths", world_size=2)
+    with pytest.raises(bcp.CheckpointMismatchError, match="lists of different lengths"):
+        bcp.load(tmp_path, {"n": bcp.RankLocal({}, merge="sum")}, exclude=["n.a.0", "n.b"])
+
+
+def load_with_a_part_missing(rank: int, world_size: int, path: str) -> int:
+    reads: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Source, "apart", reads.append)
+        state = {"n": bcp.RankLocal(None, merge="sum"), "x": torch.zeros(2), "not there": torch.zeros(1)}
+        with pytest.raises(bcp.CheckpointMismatchError, match="missing_key: not there"):
+            bcp.load(path, state)
+    return len(reads)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_nothing_is_summed_for_a_state_that_does_not_fit_anyway(
+    workers: WorkerPool, tmp_path: Path, world_size: int
+) -> None:
+    workers.run(save_sized, str(tmp_path), LARGE, world_size=2)
+    assert workers.run(load_with_a_part_missing, str(tmp_path), world_size=world_size) == [0] * world_size
+
+
+def load_without_n(rank: int, world_size: int, path: str, merge: Any, rules: dict[str, Any]) -> tuple[Any, ...]:
+    holder: bcp.RankLocal = bcp.RankLocal("mine", merge=merge)
+    state = {"n": holder, "x": torch.zeros(2)}
+    report = bcp.load(path, state, **rules)
+    return holder.value, state["x"].tolist(), report.missing, report.unexpected
+
+
+@pytest.mark.parametrize("rules", [{"exclude": "n.*"}, {"exclude": ["n.a", "n.b"]}, {"include": "x"}], ids=str)
+@pytest.mark.parametrize("merge", [None, "sum"])
+def test_a_rank_without_a_saved_value_leaves_it_out_with_its_parts(
+    workers: WorkerPool, tmp_path: Path, merge: str | None, rules: dict[str, Any]
+) -> None:
+    workers.run(save_sized, str(tmp_path), 3, world_size=2)
+    results = workers.run(load_without_n, str(tmp_path), merge, rules, world_size=3)
+    assert results == [("mine", [1.0, 1.0], [], [])] * 3
+
+
+def load_of_a_part(rank: int, world_size: int, path: str) -> str:
+    with pytest.raises(bcp.CheckpointMismatchError, match="none of them had this rank's number") as error:
+        bcp.load(path, {"n": bcp.RankLocal({}), "x": torch.zeros(2)}, include=["n.a", "x"])
+    return error.value.kind
+
+
+def test_a_rank_without_a_saved_value_is_told_so_if_a_part_of_it_is_included(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    workers.run(save_sized, str(tmp_path), 3, world_size=2)
+    assert workers.run(load_of_a_part, str(tmp_path), world_size=3) == ["missing_key"] * 3
 
 
 MERGED: dict[str, tuple[str, list[Any], Any]] = {
@@ -329,6 +458,12 @@ MERGED: dict[str, tuple[str, list[Any], Any]] = {
     "a key of some": ("max", [{"x": 1}, {"y": 2}], {"x": 1, "y": 2}),
     "same text": ("sum", ["text", "text"], "text"),
 }
+
+
+def test_a_sum_is_exact_whose_parts_are_out_of_range_on_the_way() -> None:
+    numbers = [[100, -1], [100, -1], [-100, -126]]
+    merged = merge({rank: np.array(each, np.int8) for rank, each in enumerate(numbers)}, "n", "sum")
+    assert (merged.dtype, merged.tolist()) == (np.int8, [100, -128])
 
 
 @pytest.mark.parametrize("case", MERGED)

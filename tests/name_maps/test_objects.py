@@ -13,6 +13,7 @@ import torch
 from training import Tied, mlp
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from distributed.workers import WorkerPool
 
 
@@ -219,11 +220,75 @@ def test_an_optimizer_of_which_a_glob_includes_a_part_comes_as_a_whole(saved: Pa
     assert same(bcp.load_tree(saved, include=glob), {"optimizer": bcp.load_tree(saved)["optimizer"]})
 
 
-@pytest.mark.parametrize("exclude", ["*.exp_avg_sq", "optimizer.state.*", ["model.*", "*.0.weight.*"]], ids=str)
-def test_a_part_of_the_tensors_of_an_optimizer_cannot_be_left_out_of_a_tree(saved: Path, exclude: Any) -> None:
-    with pytest.raises(bcp.CheckpointMismatchError, match="tensors of the optimizer 'optimizer'") as caught:
+TORN = [
+    "*.exp_avg_sq",
+    "optimizer.state.*",
+    ["model.*", "*.0.weight.*"],
+    "optimizer.groups.*",
+    "*.lr",
+    "optimizer.groups.0.weight.values.lr",
+]
+
+
+@pytest.mark.parametrize("exclude", TORN, ids=str)
+def test_a_part_of_an_optimizer_cannot_be_left_out_of_a_tree(saved: Path, exclude: Any) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match="and tensors of the optimizer 'optimizer'") as caught:
         bcp.load_tree(saved, exclude=exclude)
     assert caught.value.kind == "conflict"
+
+
+@pytest.mark.parametrize("exclude", ["*.bias", "model.0.*"])
+def test_the_names_of_parameters_in_an_optimizer_are_no_part_of_it_to_leave_out(saved: Path, exclude: str) -> None:
+    tree = bcp.load_tree(saved, exclude=exclude)
+    assert same(tree["optimizer"], bcp.load_tree(saved)["optimizer"])
+    assert 0 < len(tree["model"]) < len(bcp.load_tree(saved)["model"])
+
+
+def test_the_name_of_a_parameter_does_not_include_its_optimizer(saved: Path) -> None:
+    assert bcp.load_tree(saved, include="*.bias").keys() == {"model"}
+
+
+def test_a_group_goes_by_no_parameter_that_a_glob_leaves_out(tmp_path: Path) -> None:
+    model = mlp()
+    bcp.save(tmp_path, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
+    tree = bcp.load_tree(tmp_path, exclude="*0.weight*")  # the first parameter, after which the group is named
+    assert same(tree["optimizer"], bcp.load_tree(tmp_path)["optimizer"])
+    assert "0.weight" not in tree["model"]
+
+
+@pytest.mark.parametrize("glob", ["optimizer.*", "opt*", ["optimizer.state.*", "optimizer.groups.*"]], ids=str)
+@pytest.mark.parametrize("has_names", [True, False])
+def test_an_optimizer_whose_tensors_and_values_are_all_left_out_is_not_in_a_tree(
+    tmp_path: Path, has_names: bool, glob: Any
+) -> None:
+    model, optimizer, _ = trained()
+    if has_names:
+        bcp.save(tmp_path / "x.pt", {"model": model, "optimizer": optimizer})
+    else:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    assert bcp.load_tree(tmp_path / "x.pt", exclude=glob).keys() == {"model"}
+
+
+def state_dicts(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], str]]:
+    state = optimizer.state_dict()
+    flat = {f"state.{key}.{name}": each for key, values in state["state"].items() for name, each in values.items()}
+    return [
+        ({"optimizer": state}, "optimizer.state.*.exp_avg"),
+        ({"optimizer": flat | {"param_groups.0.lr": 0.1}}, "optimizer.state.*.exp_avg"),
+        ({"both": {"a": state, "b": state}}, "both.a.state.*.exp_avg"),
+        ({"optimizer": bcp.RankLocal(state)}, "optimizer.state.*.exp_avg"),
+    ]
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_a_state_dict_that_was_saved_is_a_dict_of_which_globs_take_any_part(tmp_path: Path, case: int) -> None:
+    state, glob = state_dicts(trained()[1])[case]
+    bcp.save(tmp_path, state)
+    whole, part, rest = (bcp.load_tree(tmp_path, **each) for each in ({}, {"include": glob}, {"exclude": glob}))
+    of_whole, of_part, of_rest = (set(leaves(tree, "")) for tree in (whole, part, rest))
+    assert of_part
+    assert all(name.endswith(".exp_avg") for name in of_part)
+    assert (of_part | of_rest, of_part & of_rest) == (of_whole, set())
 
 
 def test_what_is_excluded_of_an_optimizer_that_is_not_included_is_no_part_of_a_tree(saved: Path) -> None:

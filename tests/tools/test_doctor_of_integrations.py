@@ -70,6 +70,33 @@ def test_a_role_of_verl_by_its_bare_name_has_the_step_in_the_folder_around_it(
     assert line.endswith(f"={folder}")
 
 
+@pytest.mark.parametrize(("here", "path"), [("actor", "."), ("actor", "../actor"), ("actor", "./"), ("", "./actor")])
+def test_a_role_of_verl_by_a_relative_path_has_the_step_in_the_folder_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, path: str
+) -> None:
+    """In `global_step_4/actor` it got the folder of the role for `.`, and `..` for `../actor`."""
+    folder = tmp_path / "global_step_4"
+    saved(folder / "actor", "verl")
+    monkeypatch.chdir(folder / here)
+    (line,) = diagnose(path, {}).code[0].lines
+    assert line.endswith(f"={folder}")
+
+
+def test_a_step_of_verl_in_which_the_command_runs_is_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "global_step_4", "verl")
+    monkeypatch.chdir(tmp_path / "global_step_4")
+    (line,) = diagnose(".", {}).code[0].lines
+    assert line.endswith(f"={tmp_path}/global_step_4")
+
+
+def test_a_role_of_verl_at_a_url_has_the_step_in_the_folder_around_it(tmp_path: Path) -> None:
+    saved(tmp_path, "verl")
+    (code,) = resume_code(bcp.open(tmp_path).manifest, "s3://bucket/global_step_4/actor/", 4)
+    assert code.lines[0].endswith("=s3://bucket/global_step_4")
+
+
 @pytest.mark.parametrize(("path", "root"), [("run-3", "."), ("/run-3", "/"), ("/run-3/", "/"), ("a/run-3", "a")])
 def test_the_root_of_a_run_is_the_folder_above_the_checkpoint(tmp_path: Path, path: str, root: str) -> None:
     saved(tmp_path, "megatron")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from bytecheckpoint.adapters.expectation import RankMissing
 from bytecheckpoint.adapters.plain.plain_data import (
@@ -19,6 +19,23 @@ from bytecheckpoint.manifest.plain_wire import TensorRef
 
 _LONG = 1 << 14
 """Number of bytes. Shorter plain data is decoded anyway: that takes less time than this check."""
+
+
+class SavedByRank(NamedTuple):
+    """The plain data of one entry that each rank saved for itself."""
+
+    fqn: str
+    """FQN in the checkpoint."""
+    data: Mapping[int, bytes]
+    """Encoded trees by rank."""
+    num_ranks: int
+    """Number of ranks of the save; for a checkpoint that was converted or linked, or that does not say, the highest
+    rank in `data` plus one, which may be less.
+    """
+
+    def tree(self, rank: int) -> Any:
+        """Returns a new tree of what this rank saved. Raises KeyError if it is not in `data`."""
+        return decode_plain(self.data[rank])
 
 
 def tensor_dicts(manifest: Manifest) -> dict[str, dict[str, str]]:
@@ -53,6 +70,18 @@ def all_trees(manifest: Manifest) -> list[tuple[str, bytes]]:
     """
     of_ranks = [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
     return [*manifest.objects.items(), *of_ranks]
+
+
+def leaves_of_others(manifest: Manifest, rank: int) -> dict[str, set[str]]:
+    """Returns the FQNs of all leaves that ranks saved for themselves, by the FQN of the entry: for each entry that this
+    rank did not save, and that has leaves of other names than its own.
+    """
+    of_others = {fqn: by_rank for fqn, by_rank in manifest.rank_objects.items() if rank not in by_rank}
+    found = {
+        fqn: {name for data in by_rank.values() for name in leaves(decode_plain(data), fqn)} - {fqn}
+        for fqn, by_rank in of_others.items()
+    }
+    return {fqn: names for fqn, names in found.items() if names}
 
 
 def common_tree(trees: Sequence[Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import SavedByRank
+from bytecheckpoint.adapters.plain.manifest_trees import SavedByRank
 from bytecheckpoint.adapters.rank_values.rng_fold import key_of, philox_state
 
 _KEY = "megatron"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isnan
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import CheckpointView, SavedByRank, placeholder
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, placeholder
 from bytecheckpoint.adapters.native.subclass_flatten import is_facts, subclasses_in
+from bytecheckpoint.adapters.plain.manifest_trees import SavedByRank
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.rank_values.generators import generators_in
@@ -32,15 +33,26 @@ class MergeTarget:
         self._rule: MergeRule = rule
         self._is_zero = rule == "sum" and checkpoint.rank != 0
         """True for a sum on all ranks but rank 0, which gets it: the others get zero and read nothing."""
+        taken, left_out = set[str](), set[str]()
+        self._taken_refs: set[str] = set()
+        """FQNs under which the chunks of those tensors are stored that include and exclude let through."""
+        for tree in self._trees().values():
+            for name, value in leaves(tree, saved.fqn).items():
+                is_taken = checkpoint.takes(name)
+                (taken if is_taken else left_out).add(name)
+                self._taken_refs.update([value.fqn] if is_taken and isinstance(value, TensorRef) else [])
+        self._left_out = frozenset(_at_or_above(left_out) - _at_or_above(taken))
+        """FQNs of the leaves, and of containers of such leaves alone, that include and exclude leave out."""
         self._stand_ins: dict[str, torch.Tensor] = {}
-        """Tensors on the meta device, by the FQN under which their chunks are stored."""
+        """Tensors on the meta device, by the FQN under which their chunks are stored. Those that are left out too."""
         self._new: dict[str, torch.Tensor] = {}
         """Host tensors that a load fills in place of the stand-ins, by the same FQNs; empty before `prepare`."""
         self._integers: dict[str, torch.Tensor] = {}
         """Host tensors for `check_sums`, by the same FQNs; empty after it."""
 
     def outline(self, checkpoint: CheckpointView) -> Any:
-        """Returns the merged value with tensors on the meta device for those that lie in data files.
+        """Returns the merged value with tensors on the meta device for those that lie in data files. A leaf that
+        include or exclude leave out is in it as one of the ranks saved it.
 
         Raises CheckpointMismatchError (conflict) where values of ranks cannot be merged. Sums of integers that lie in
         data files may yet be out of range: see `check_sums`.
@@ -48,12 +60,18 @@ class MergeTarget:
         self._stand_ins = {name: placeholder(checkpoint.tensor_of_other_rank(name)) for name in self._refs()}
         return self._merged(self._stand_ins)
 
+    @property
+    def sums_in_files(self) -> bool:
+        """True if this rank sums integers that lie in data files."""
+        return bool(self._summed())
+
+    def _summed(self) -> dict[str, torch.Tensor]:
+        is_summed = self._rule == "sum" and not self._is_zero
+        return {name: one for name, one in self._taken_stand_ins().items() if is_summed and _is_integer(one.dtype)}
+
     def shards_to_sum(self) -> list[LocalShard]:
         """Returns targets, in memory that only `check_sums` uses, of the integers in data files that this rank sums."""
-        integers = self._stand_ins if self._rule == "sum" and not self._is_zero else {}
-        self._integers = {
-            name: torch.empty_like(one, device="cpu") for name, one in integers.items() if _is_integer(one.dtype)
-        }
+        self._integers = {name: torch.empty_like(one, device="cpu") for name, one in self._summed().items()}
         shards = LocalShards(with_addresses=True)
         shards.add_all(self._integers.items())
         return shards.found
@@ -62,28 +80,32 @@ class MergeTarget:
         """Raises CheckpointMismatchError (conflict) if the sum of integers in data files is out of range of their
         dtype. Call it when `shards_to_sum` are filled, before the load changes anything.
         """
-        if self._integers:
-            self._merged({**self._stand_ins, **self._integers})
-            self._integers = {}
+        integers, self._integers = self._integers, {}
+        if integers:
+            self._merged({**self._stand_ins, **integers})
 
     def shards(self) -> list[LocalShard]:
-        """Returns the targets of all ranks' tensors that lie in data files; on the meta device before `prepare`. There
-        are none on a rank that gets zeros.
+        """Returns the targets of all ranks' tensors that lie in data files and are not left out; on the meta device
+        before `prepare`. There are none on a rank that gets zeros.
         """
         shards = LocalShards(with_addresses=True)
         if not self._is_zero:
-            shards.add_all((self._new or self._stand_ins).items())
+            shards.add_all((self._new or self._taken_stand_ins()).items())
         return shards.found
+
+    def _taken_stand_ins(self) -> dict[str, torch.Tensor]:
+        return {name: one for name, one in self._stand_ins.items() if name in self._taken_refs}
 
     def prepare(self) -> None:
         if not self._is_zero:
-            self._new = {name: torch.empty_like(one, device="cpu") for name, one in self._stand_ins.items()}
+            self._new = {name: torch.empty_like(one, device="cpu") for name, one in self._taken_stand_ins().items()}
 
     def tree(self) -> Any:
         """Returns this rank's part of the merged value, once the tensors are loaded: all of it, or zeros. Raises
         nothing if `check_sums` has not.
         """
-        return _zeros(self._merged(self._stand_ins)) if self._is_zero else self._merged(self._new)
+        merged = self._merged({**self._stand_ins, **self._new})
+        return _zeros(merged) if self._is_zero else merged
 
     def _trees(self) -> dict[int, Any]:
         return {rank: self._saved.tree(rank) for rank in sorted(self._saved.data)}
@@ -98,7 +120,13 @@ class MergeTarget:
         for rank, tree in self._trees().items():
             refs = {name: value for name, value in leaves(tree, fqn).items() if isinstance(value, TensorRef)}
             trees[rank] = with_leaves(tree, fqn, {name: tensors[ref.fqn] for name, ref in refs.items()})
-        return merge(trees, fqn, self._rule)
+        return merge(trees, fqn, self._rule, self._left_out)
+
+
+def _at_or_above(names: Collection[str]) -> set[str]:
+    """Returns the FQNs of these leaves and of all containers around them."""
+    parts = (name.split(".") for name in names)
+    return {".".join(of_name[:count]) for of_name in parts for count in range(1, len(of_name) + 1)}
 
 
 def check_mergeable(value: Any, fqn: str, rule: MergeRule) -> None:
@@ -132,28 +160,33 @@ def _number_kinds(value: Any) -> set[type]:
     return {type(value)} & {bool, complex}
 
 
-def merge(values: Mapping[int, Any], fqn: str, rule: MergeRule) -> Any:
+def merge(values: Mapping[int, Any], fqn: str, rule: MergeRule, left_out: Collection[str] = ()) -> Any:
     """Returns the sum or the largest of `values`, leaf by leaf: trees of numbers, tensors and arrays, by rank.
 
-    Dicts are united by key. What is no number must be the same on all ranks.
+    Dicts are united by key. What is no number must be the same on all ranks. Of a leaf, or list or tuple, whose FQN is
+    in `left_out` the value of the first rank stands for all.
 
     Raises CheckpointMismatchError (conflict), naming FQN and ranks, for values that have no sum or no largest, are not
     alike, or whose sum is out of range of their dtype.
     """
     kinds = {type(value) for value in values.values()}
     kind: Any = kinds.pop() if len(kinds) == 1 else None
-    if kind in (dict, OrderedDict, Counter):
-        if any(is_facts(join_fqn(fqn, key)) for value in values.values() for key in value):
-            raise _refused(fqn, values, "a tensor subclass, which cannot be merged")
+    is_united = kind in (dict, OrderedDict, Counter)
+    has_facts = is_united and any(is_facts(join_fqn(fqn, key)) for value in values.values() for key in value)
+    if fqn in left_out and (has_facts or not is_united):
+        return next(iter(values.values()))
+    if has_facts:
+        raise _refused(fqn, values, "a tensor subclass, which cannot be merged")
+    if is_united:
         keys = dict.fromkeys(key for value in values.values() for key in value)
         of_keys = {key: {rank: value[key] for rank, value in values.items() if key in value} for key in keys}
-        return kind({key: merge(of_ranks, join_fqn(fqn, key), rule) for key, of_ranks in of_keys.items()})
+        return kind({key: merge(each, join_fqn(fqn, key), rule, left_out) for key, each in of_keys.items()})
     if kind in (list, tuple):
         if len({len(value) for value in values.values()}) > 1:
             raise _refused(fqn, values, f"{kind.__name__}s of different lengths")
         columns = zip(*values.values(), strict=True)
         items = [dict(zip(values, column, strict=True)) for column in columns]
-        return kind(merge(of_ranks, join_fqn(fqn, index), rule) for index, of_ranks in enumerate(items))
+        return kind(merge(each, join_fqn(fqn, index), rule, left_out) for index, each in enumerate(items))
     return _merged_leaf(values, fqn, rule)
 
 
@@ -217,11 +250,22 @@ def _merged_array(
         wide = np.complex128 if dtype.kind == "c" else np.float64
         total = np.add.reduce([array.astype(np.promote_types(dtype, wide)) for array in arrays])
         return np.asarray(total).astype(dtype).reshape(shape)
-    total = np.asarray(sum(array.astype(object) for array in arrays), dtype=object)  # Python's integers have no bounds
     bounds = np.iinfo(dtype)
-    if total.size and (total.min() < bounds.min or total.max() > bounds.max):
+    if not arrays[0].size or _is_sum_within(arrays, bounds):
+        exact = np.zeros(shape, dtype)
+        for array in arrays:
+            np.add(exact, array, out=exact)
+        return exact
+    total = np.asarray(sum(array.astype(object) for array in arrays), dtype=object)  # Python's integers have no bounds
+    if total.min() < bounds.min or total.max() > bounds.max:
         raise out_of_range()
     return total.astype(dtype).reshape(shape)
+
+
+def _is_sum_within(arrays: Sequence[np.ndarray], bounds: np.iinfo) -> bool:
+    """Returns True if the smallest and the largest integers alone show that each sum is within the bounds."""
+    smallest, largest = (sum(int(find(array)) for array in arrays) for find in (np.min, np.max))
+    return bounds.min <= smallest and largest <= bounds.max
 
 
 def _zeros(value: Any) -> Any:

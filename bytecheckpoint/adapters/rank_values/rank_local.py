@@ -82,6 +82,8 @@ class RankLocalEntry:
         self._target = TreeTarget()
         self._found: StoredTree | None = None
         self._merged: MergeTarget | None = None
+        self._bad_sum = ""
+        """Text of the reason for which the values of all ranks have no sum, once `refuse_sum` has given it."""
         self._current: dict[str, Any] = {}
         """Leaves of the present value, which stay where the load leaves something out."""
         self.random_restores: list[Callable[[], None]] = []
@@ -117,6 +119,9 @@ class RankLocalEntry:
         if found is None:
             return Expectation([], set(), [not_stored(self.fqn)])
         claims = set(map(checkpoint.rename, leaves(found.tree, found.fqn)))
+        if self._bad_sum:
+            self._merged = None
+            return Expectation([], claims, [Problem("conflict", self.fqn, self._bad_sum)])
         try:
             found = self._chosen(found, checkpoint)
         except CheckpointMismatchError as error:
@@ -174,16 +179,29 @@ class RankLocalEntry:
                 problems.append(Problem("conflict", self.fqn + path, text))
         return problems + problems_of(selected, stored.tree, self.fqn)
 
-    def shards_to_sum(self) -> list[LocalShard]:
-        """Returns targets, which are no part of the state, of the stored integers that `check_sums` looks at."""
-        return self._merged.shards_to_sum() if self._merged is not None and self._found is not None else []
+    @property
+    def sums_in_files(self) -> bool:
+        """True if this rank sums integers that lie in data files."""
+        return self._merged is not None and self._found is not None and self._merged.sums_in_files
 
-    def check_sums(self) -> None:
-        """Raises CheckpointMismatchError (conflict) if the sum of the integers in `shards_to_sum`, which are filled
-        now, is out of range of their dtype.
+    def shards_to_sum(self) -> list[LocalShard]:
+        """Returns targets, which are no part of the state, of the stored integers that `bad_sum` looks at."""
+        return self._merged.shards_to_sum() if self._merged is not None and self.sums_in_files else []
+
+    def bad_sum(self) -> str:
+        """Returns the text of the conflict if the sum of the integers in `shards_to_sum`, which are filled now, is out
+        of range of their dtype; else "".
         """
-        if self._merged is not None:
-            self._merged.check_sums()
+        try:
+            if self._merged is not None:
+                self._merged.check_sums()
+        except CheckpointMismatchError as error:
+            return error.message
+        return ""
+
+    def refuse_sum(self, why: str) -> None:
+        """Makes this the conflict that `expect` finds, also where another rank has found it."""
+        self._bad_sum = why
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         if self._merged is not None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import SavedByRank
+from bytecheckpoint.adapters.plain.manifest_trees import SavedByRank
 from bytecheckpoint.adapters.rank_values import megatron_rng
 from bytecheckpoint.adapters.rank_values.rng_fold import ROOT, folded, root_of
 

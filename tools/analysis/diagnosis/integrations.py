@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from bytecheckpoint.info import INTEGRATION
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.storage.open_store import fix_place
 
 from .load_code import LoadCode, quoted
 
@@ -84,8 +84,17 @@ def resume_code(manifest: Manifest, path: str, step: int | None) -> list[LoadCod
     above, slash, name = path.rstrip("/").rpartition("/")
     root = above or slash or "."
     as_literal = shlex.quote if "options" in found.needs else quoted
-    # verl takes no path without the name of the step in it.
-    step_folder = path if _IS_STEP(name) else str(Path.cwd()) if root == "." else root
-    places = {"path": path, "root": root, "name": name, "step_folder": step_folder}
+    places = {"path": path, "root": root, "name": name, "step_folder": _step_folder(path)}
     line = found.line.format(step=step, **{key: as_literal(place) for key, place in places.items()})
     return [LoadCode(f"go on in {found.title}", found.needs, [line], found.imports)]
+
+
+def _step_folder(path: str) -> str:
+    """Returns the path if it is a folder of a step of verl, else the folder above it: verl takes no path without the
+    name of the step in it. A path that does not say it is made absolute.
+    """
+    if _IS_STEP(path.rstrip("/").rpartition("/")[2]):
+        return path
+    place = fix_place(path).rstrip("/")
+    above, _, name = place.rpartition("/")
+    return place if _IS_STEP(name) else above or "/"
