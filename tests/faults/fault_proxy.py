@@ -129,7 +129,7 @@ class FaultProxy:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._is_up.wait(10), "the proxy did not start"
+        assert self._is_up.wait(_SETTLED_S), "the proxy did not start"
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._over.set)

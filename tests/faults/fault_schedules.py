@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from faults.fault_proxy import AT_ONCE, FOR_GOOD, Fault, Pace
@@ -15,6 +16,11 @@ ENDINGS = ("reset", "refuse", "cut_request", "cut_answer", "cut_answer")
 """Of a request, which the client notices at once."""
 STALLS = ("stall_request", "stall_answer", "late")
 """Which the client notices after a while."""
+
+
+def stalls(faults: Sequence[Fault]) -> bool:
+    """Whether one of them is such that the client has to give up a request."""
+    return any(fault.kind in STALLS for fault in faults)
 
 
 class Schedule(NamedTuple):

@@ -21,13 +21,15 @@ if __name__ == "__main__":
 
 from storage.s3_server import S3Server
 
+from faults.free_ports import free_port
+
 
 class LastingS3:
     """The server as seen from a test: a process on one port, from start to start. To be closed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._port = 0
+        self._port = free_port()
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -46,7 +48,7 @@ class LastingS3:
         command = [sys.executable, __file__, str(self._folder), str(self._port), dies_at, str(number)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
-        self._port = int(self._process.stdout.readline())
+        assert int(self._process.stdout.readline()) == self._port
 
     def wait_until_dead(self) -> None:
         assert self._process is not None

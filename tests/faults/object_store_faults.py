@@ -25,8 +25,8 @@ import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
 from faults.campaigns import Asked, Broken, Campaign, side_by_side
 from faults.campaigns import Outcome as Campaigned
-from faults.fault_proxy import FaultProxy, running_proxy
-from faults.fault_schedules import Schedule, draw_schedule
+from faults.fault_proxy import Fault, FaultProxy, running_proxy
+from faults.fault_schedules import Schedule, draw_schedule, stalls
 from faults.moto_bucket import Bucket, running_moto, what_is_partial
 from faults.s3_calls import UNTOUCHED, Ended, Place, load_there, save_there
 from faults.seams import Seen
@@ -92,7 +92,8 @@ class Trial:
 
     def _save_with_faults(self, step: int | None) -> Ended:
         """Also sees to it that nothing partial is visible, and that the manifest is sent last."""
-        schedule, place = self._schedule, self._place(step, through_proxy=True)
+        schedule = self._schedule
+        place = self._place(step, faults=schedule.save_faults)
         at_commit: list[dict[str, bytes]] = []
 
         def look(line: str) -> None:
@@ -134,7 +135,7 @@ class Trial:
     def _load_with_faults(self, value: float, step: int | None) -> Ended:
         before = self._bucket.objects(self._prefix)
         self._proxy.begin(self._schedule.load_faults, self._schedule.pace)
-        ended = self._ask(load_there, self._place(step, through_proxy=True))
+        ended = self._ask(load_there, self._place(step, faults=self._schedule.load_faults))
         self._heal()
         self._must(self._bucket.objects(self._prefix) == before, "a load has changed what is stored")
         if ended.error is None:
@@ -153,13 +154,16 @@ class Trial:
         """Whether an upload may have begun when its client had given up."""
         return any(met.fault.kind == "late" and "uploads" in met.line for met in self._proxy.met)
 
-    def _place(self, step: int | None, *, through_proxy: bool = False) -> Place:
+    def _place(self, step: int | None, *, faults: Sequence[Fault] | None = None) -> Place:
+        """Behind the proxy where there are to be faults. Only a client that is to give up a stalled request is in a
+        hurry: if it gave up one that is merely slow, an upload might begin of which it knows nothing.
+        """
         return Place(
             url=f"s3://{self._bucket.name}/{self._prefix}run",
             step=step,
-            endpoint=self._proxy.url if through_proxy else self._bucket.url,
-            timeout_s=self._schedule.timeout_s if through_proxy else HUNG_S,
-            stalled_s=1 if through_proxy else HUNG_S / 3,
+            endpoint=self._bucket.url if faults is None else self._proxy.url,
+            timeout_s=HUNG_S if faults is None else self._schedule.timeout_s,
+            stalled_s=1 if stalls(faults or ()) else HUNG_S / 3,
             in_parts=self._schedule.in_parts,
         )
 

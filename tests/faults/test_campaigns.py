@@ -435,9 +435,11 @@ def test_a_run_of_all_says_how_long_it_took_and_what_was_broken(
 ) -> None:
     three[0] = replace(three[0], broken=2, first_broken="it fell off")
     monkeypatch.setattr(fault_table, "_each_alone", keeping_as(three, []))
+    clock = iter([1000.0, 1180.0])
+    monkeypatch.setattr(fault_table, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert run_all() == 0
-    assert capsys.readouterr().out == "3 campaigns in 0.0 minutes: 2 broken\n"
-    assert "All rows are of one run, which took 0 minutes, 2 campaigns at a time." in fault_table.PAGE.read_text()
+    assert capsys.readouterr().out == "3 campaigns in 3.0 minutes: 2 broken\n"
+    assert "All rows are of one run, which took 3 minutes, 2 campaigns at a time." in fault_table.PAGE.read_text()
 
 
 def test_a_row_that_files_date_before_the_run_is_of_the_run(three: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,8 @@ def shown_in(text: str) -> list[str]:
     return [form for credential in CREDENTIALS for form in forms_of(credential) if form in text]
 
 
-def options_for(endpoint: str, **more: Any) -> dict[str, Any]:
-    timeouts = {"connect_timeout": 1, "read_timeout": 1}
+def options_for(endpoint: str, *, stalled_s: float = 1, **more: Any) -> dict[str, Any]:
+    timeouts = {"connect_timeout": stalled_s, "read_timeout": stalled_s}
     marked = {"key": KEY, "secret": SECRET, "token": TOKEN}
     return storage_options(endpoint, config_kwargs=timeouts) | marked | more
 
@@ -119,13 +119,13 @@ class Told:
             self.texts.append(pickle.dumps(error).decode("latin-1"))
 
 
-def save_and_load(told: Told, url: str, options: dict[str, Any]) -> None:
+def save_and_load(told: Told, url: str, options: dict[str, Any], *, timeout_s: float = 1) -> None:
     with in_a_hurry():
-        _save_and_load(told, url, options)
+        _save_and_load(told, url, options, timeout_s)
 
 
-def _save_and_load(told: Told, url: str, options: dict[str, Any]) -> None:
-    saving, loading = bcp.SaveOptions(timeout_s=1, overwrite=True), bcp.LoadOptions(timeout_s=1)
+def _save_and_load(told: Told, url: str, options: dict[str, Any], timeout_s: float) -> None:
+    saving, loading = bcp.SaveOptions(timeout_s=timeout_s, overwrite=True), bcp.LoadOptions(timeout_s=timeout_s)
     for async_save in (False, True):
 
         def save(async_save: bool = async_save) -> object:
@@ -167,9 +167,9 @@ def test_with_a_server(
     faults: list[Fault],
 ) -> None:
     listen(caplog)
-    told, options = Told(), options_for(proxy.url)
+    told, options = Told(), options_for(proxy.url, stalled_s=1 if faults else 30)
     proxy.begin(faults)
-    save_and_load(told, url, options)
+    save_and_load(told, url, options, timeout_s=1 if faults else 60)
     proxy.heal()
     stored = bucket.objects("secrets/")
     bucket.clear("secrets/")

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
 import pytest
 
 import bytecheckpoint as bcp
+from faults.free_ports import free_port
 from faults.launcher import Launcher
 from faults.seams import loads_as, state_of
 
@@ -46,6 +46,9 @@ def fail(*arguments):
 write.write_image = fail
 """
 )
+
+HELD_UP_SAVE = SLOW_SAVE.replace("time.monotonic() < deadline", "True")
+"""It never ends."""
 
 START = "handle = bcp.save(path, state_of(0, 1.0), async_save=True)\n"
 
@@ -154,11 +157,6 @@ handle = bcp.save(path, state_of(rank, 1.0), async_save=True, options=bcp.SaveOp
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def run_two(launcher: Launcher, code: str, path: Path) -> list[tuple[int | None, str]]:
     port = free_port()
     pids = [launcher.start(code, path, port, rank) for rank in range(2)]
@@ -198,7 +196,7 @@ def test_a_rank_whose_program_ends_with_its_error_tells_the_other_first(
 
 
 def test_a_rank_that_is_killed_at_the_end_is_named_by_the_other(launcher: Launcher, tmp_path: Path) -> None:
-    code = SLOW_SAVE + GROUP.replace("timeout_s=20", "timeout_s=2") + "if rank == 1: os.kill(os.getpid(), 9)"
+    code = SLOW_SAVE + GROUP + "if rank == 1: os.kill(os.getpid(), 9)"
     first, second = run_two(launcher, code, tmp_path / "ckpt")
     assert second[0] == -9
     assert first[0] == 1
@@ -206,7 +204,7 @@ def test_a_rank_that_is_killed_at_the_end_is_named_by_the_other(launcher: Launch
 
 
 def test_the_death_of_the_rank_with_the_store_is_named_by_the_other(launcher: Launcher, tmp_path: Path) -> None:
-    code = SLOW_SAVE + GROUP.replace("timeout_s=20", "timeout_s=2") + "if rank == 0: os.kill(os.getpid(), 9)"
+    code = SLOW_SAVE + GROUP + "if rank == 0: os.kill(os.getpid(), 9)"
     first, second = run_two(launcher, code, tmp_path / "ckpt")
     assert first[0] == -9
     assert second[0] == 1
@@ -217,7 +215,7 @@ def test_the_death_of_the_rank_with_the_store_is_named_by_the_other(launcher: La
 def test_a_signal_leaves_nothing_committed_or_all(launcher: Launcher, tmp_path: Path, number: int) -> None:
     """Ctrl-C and SIGTERM while the program waits for its save."""
     code = START + f"os.kill(os.getpid(), {number})\nhandle.result()\n"
-    ended = launcher.run(SLOW_SAVE + code, tmp_path / "ckpt")
+    ended = launcher.run((SLOW_SAVE if number == 2 else HELD_UP_SAVE) + code, tmp_path / "ckpt")
     assert ended.exit_code in {-number, 1, 130}, ended.output
     if number == 2:  # Python's own KeyboardInterrupt: the program ends in order, and so does the save
         assert "KeyboardInterrupt" in ended.output
@@ -232,8 +230,7 @@ def test_ctrl_c_while_the_interpreter_waits_for_a_save_ends_it_at_once_and_is_no
 ) -> None:
     """The second one where the first has ended the program's own wait: the save is held up for ever."""
     bcp.save(tmp_path / "run", state_of(0, 1.0), step=1)
-    held_up = SLOW_SAVE.replace("time.monotonic() < deadline", "True") + WAITING.replace("WAITING", waiting)
-    pid = launcher.start(held_up, tmp_path / "run")
+    pid = launcher.start(HELD_UP_SAVE + WAITING.replace("WAITING", waiting), tmp_path / "run")
     launcher.wait_for_output(pid, "ready")
     if waiting:
         os.kill(pid, signal.SIGINT)

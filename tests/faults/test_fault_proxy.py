@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import io
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from faults.seams import files_under, state_of
 DATA = bytes(range(256)) * 1000
 PATH = "/bucket/run/data/x"
 KEY = PATH[1:]
+LONG_S = 60.0
 BROKEN = (ConnectionError, http.client.HTTPException)
 
 
@@ -34,15 +37,32 @@ def proxy(server: S3Server) -> Iterator[FaultProxy]:
         yield proxy
 
 
-def ask(proxy: FaultProxy, method: str, body: bytes | None = None, *, path: str = PATH) -> tuple[int, bytes]:
-    """Status and body of the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=0.3)
+def ask(
+    proxy: FaultProxy,
+    method: str,
+    body: bytes | None = None,
+    *,
+    path: str = PATH,
+    gives_up: Callable[[], bool] | None = None,
+) -> tuple[int, bytes]:
+    """Status and body of the answer. Waits for it for very long, or briefly from when `gives_up` returns True."""
+    connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=LONG_S)
     try:
         connection.request(method, path, body)
+        if gives_up is not None:
+            wait_until(gives_up)
+            connection.sock.settimeout(0.3)
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:
         connection.close()
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def fault(kind: str, where: str = "any", *, first: int = 1, count: int = 1, num_bytes: int = 0) -> Fault:
@@ -66,6 +86,11 @@ def test_a_refused_request_does_not_reach_the_server(server: S3Server, proxy: Fa
     assert ask(proxy, "PUT", DATA)[0] == 200
 
 
+def has_come_so_far(server: S3Server, proxy: FaultProxy, is_done: bool) -> bool:
+    """Whether a request has met its fault, and the server has what it is to have of it."""
+    return bool(proxy.met) and (KEY in server.objects or not is_done)
+
+
 @pytest.mark.parametrize(
     ("kind", "is_done"),
     [("reset", False), ("cut_request", False), ("cut_answer", True), ("stall_request", False), ("stall_answer", True)],
@@ -73,8 +98,9 @@ def test_a_refused_request_does_not_reach_the_server(server: S3Server, proxy: Fa
 @pytest.mark.parametrize("num_bytes", [0, 10])
 def test_a_request_that_fails(server: S3Server, proxy: FaultProxy, kind: str, is_done: bool, num_bytes: int) -> None:
     proxy.begin([fault(kind, num_bytes=num_bytes)])
-    with pytest.raises(TimeoutError if kind.startswith("stall") else BROKEN):
-        ask(proxy, "PUT", DATA)
+    stalls = kind.startswith("stall")
+    with pytest.raises(TimeoutError if stalls else BROKEN):
+        ask(proxy, "PUT", DATA, gives_up=partial(has_come_so_far, server, proxy, is_done) if stalls else None)
     proxy.heal()
     assert (KEY in server.objects) == is_done
     assert len(proxy.met) == 1
@@ -92,7 +118,7 @@ def test_an_answer_is_cut_within_its_body(server: S3Server, proxy: FaultProxy, i
 def test_a_late_request_is_carried_out_when_nobody_waits_any_more(server: S3Server, proxy: FaultProxy) -> None:
     proxy.begin([fault("late", "data")])
     with pytest.raises(TimeoutError):
-        ask(proxy, "PUT", DATA)
+        ask(proxy, "PUT", DATA, gives_up=lambda: bool(proxy.met))
     proxy.heal()
     assert server.objects == {KEY: DATA}
 

@@ -63,7 +63,7 @@ def save_and_kill(launcher: Launcher, folder: Path, kind: str, call: str, k: int
     os.write(descriptor, b"!")
     ended = launcher.wait(pid)
     os.close(descriptor)
-    tracer.communicate(timeout=10)
+    tracer.communicate(timeout=60)
     return ended
 
 

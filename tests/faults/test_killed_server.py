@@ -95,13 +95,13 @@ def test_a_server_that_stays_away(server: LastingS3, moment: str) -> None:
     server.close()
     pattern, number = MOMENTS[moment]
     server.start(dies_at=pattern, number=number)
-    error = seen(lambda: save(server, 2.0, 2, async_save=False, timeout_s=2))
+    error = seen(lambda: save(server, 2.0, 2, async_save=False, timeout_s=4))
     server.wait_until_dead()
     assert error is not None
     assert error.cls in {"StorageError", "CheckpointSaveError"}
     gave_up = GAVE_UP.search(error.message)
     assert gave_up
-    assert float(gave_up["seconds"]) < 30, "it was told to give up after half of 2 s"
+    assert float(gave_up["seconds"]) < 30, "it was told to give up after half of 4 s"
     server.start()
     assert loads(server, 1.0, 1)
     assert bcp.steps(URL, storage_options=options_for(server)) == [1]

@@ -84,7 +84,8 @@ def test_the_answer_to_the_commit_is_lost_and_then_the_server(
             proxy.before_passing = None
             proxy.begin([Fault("reset", "any", 1, num_failing, 0, is_reset=True)])
 
-    place = Place("s3://bucket/lost/run", 1, proxy.url, timeout_s=4, stalled_s=1, in_parts=False)
+    timeout_s = 5 if num_failing == FOR_GOOD else 60  # all of which it waits where nobody ever answers
+    place = Place("s3://bucket/lost/run", 1, proxy.url, timeout_s=timeout_s, stalled_s=20, in_parts=False)
     proxy.begin([Fault("cut_answer", "manifest", 1, 1, 0, is_reset=True)])
     proxy.before_passing = lose_the_server
     (saved,) = workers.run(save_there, place, NEW, world_size=1, process_group=False)

@@ -68,7 +68,7 @@ def test_what_is_refused_claims_nothing_and_starts_nothing(
         managers = threads_of_managers()
         with pytest.raises(error):
             bcp.CheckpointManager(tmp_path, **arguments)
-        assert threads_of_managers() == managers
+        assert set(threads_of_managers()) <= set(managers)  # those of earlier managers may just have ended
         manager.save(1, state_at(1))
     assert bcp.steps(tmp_path) == [1]
 

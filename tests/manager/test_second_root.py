@@ -142,7 +142,7 @@ def test_a_copy_that_hangs_is_left_with_a_warning(
         manager.wait()
     began = time.monotonic()
     manager.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60, "of a copy that never ends"
     assert "no progress for 1 s" in caplog.text
     released.set()
     assert bcp.steps(tmp_path / "here") == [1, 2]

@@ -117,7 +117,7 @@ def stop_of_one(rank: int, world_size: int, stopping_rank: int) -> tuple[int, st
     requests = requests_of("SIGTERM")
     stop = open_stop(rank, world_size, requests)
     try:
-        for boundary in range(1, 3000):
+        for boundary in range(1, 20_000):
             if rank == stopping_rank and boundary == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
             if stop.pass_boundary():
@@ -136,7 +136,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_boundary(
 ) -> None:
     found = workers.run(stop_of_one, stopping_rank, world_size=world_size)
     assert len(set(found)) == 1
-    assert found[0][0] > 5
+    assert found[0][0] >= 5  # the watcher may see the request before its boundary was passed
     assert found[0][1] == "SIGTERM"
 
 
@@ -205,6 +205,13 @@ def test_a_report_that_the_store_lost_is_written_again(monkeypatch: pytest.Monke
     stop.close()
 
 
+def pass_boundaries(stop: GroupStop, *, at_most_s: float) -> None:
+    end = time.monotonic() + at_most_s
+    while time.monotonic() < end:
+        assert not stop.pass_boundary()
+        time.sleep(0.002)
+
+
 def lose_a_rank(rank: int, world_size: int) -> tuple[str, tuple[int, ...]] | None:
     """Rank 1 has no watcher, as if its process were stopped."""
     if rank == 1:
@@ -213,9 +220,8 @@ def lose_a_rank(rank: int, world_size: int) -> tuple[str, tuple[int, ...]] | Non
     requests = requests_of()
     stop = open_stop(rank, world_size, requests, timeout_s=0.5)
     requests.request("now", deadline_s=None)
-    time.sleep(0.6)
-    with pytest.raises(CheckpointError) as raised:
-        stop.pass_boundary()
+    with pytest.raises(CheckpointError) as raised:  # once the watcher has seen the request
+        pass_boundaries(stop, at_most_s=30)
     dist.barrier()
     stop.close()
     return raised.value.kind, raised.value.ranks

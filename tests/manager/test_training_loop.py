@@ -359,7 +359,7 @@ def test_pinned_and_leased_steps_stay(tmp_path: Path) -> None:
 def stop_of_one(rank: int, world_size: int, path: str, stopping_rank: int) -> tuple[int, int]:
     """Returns the step at which the rank ended, and the newest one then."""
     with manager_at(path, save=save_policies.EverySteps(100_000)) as manager:
-        for step in range(1, 5000):
+        for step in range(1, 100_000):
             if rank == stopping_rank and step == 7:
                 os.kill(os.getpid(), signal.SIGTERM)
             dist.all_reduce(torch.ones(1))

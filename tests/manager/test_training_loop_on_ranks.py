@@ -144,8 +144,11 @@ def test_all_ranks_walk_back_to_the_same_step_and_name_the_damaged_one(workers: 
     assert workers.run(walk_back, str(tmp_path), world_size=2) == [(2, {4: True}, 2.0, 3)] * 2
 
 
+MARGIN_S = 60.0
+
+
 def train_to_deadline(rank: int, world_size: int, path: str, at: float) -> tuple[int, int | None]:
-    policy = save_policies.EverySteps(100_000) | save_policies.Deadline(at, margin_s=1)
+    policy = save_policies.EverySteps(100_000) | save_policies.Deadline(at, margin_s=MARGIN_S)
     with bcp.CheckpointManager(path, save=policy) as manager:
         for step in range(1, 3000):
             time.sleep(0.01)
@@ -158,7 +161,7 @@ def train_to_deadline(rank: int, world_size: int, path: str, at: float) -> tuple
 
 
 def test_a_deadline_stops_all_ranks_at_one_step_before_it(workers: WorkerPool, tmp_path: Path) -> None:
-    at = time.time() + 4
+    at = time.time() + MARGIN_S + 2  # training could go on for 30 s
     found = workers.run(train_to_deadline, str(tmp_path), at, world_size=2)
     assert len(set(found)) == 1
     assert found[0][0] == found[0][1]

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -296,7 +295,7 @@ def save_and_die(rank: int, world_size: int, folder: Path) -> tuple[str, str, tu
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        given = replace(options(folder, rank, 1), timeout_s=3)
+        given = options(folder, rank, 1)
         bcp.save(folder / "ckpt", state_of(rank, 1), step=1, options=given, to="memory")
         if rank == 1:
             patch.setattr(transfer, "check_digest", die)
