@@ -245,7 +245,7 @@ def test_the_names_of_parameters_in_an_optimizer_are_no_part_of_it_to_leave_out(
 
 
 def test_the_name_of_a_parameter_does_not_include_its_optimizer(saved: Path) -> None:
-    assert bcp.load_tree(saved, include="*.bias").keys() == {"model"}
+    assert bcp.load_tree(saved, include="*.bias").keys() == {"model", "weights"}
 
 
 def test_a_group_goes_by_no_parameter_that_a_glob_leaves_out(tmp_path: Path) -> None:
