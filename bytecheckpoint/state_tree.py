@@ -35,25 +35,23 @@ def load_tree(
     with names of parameters where it had them, a RankLocal a dict by rank, and a tensor subclass the tensors that it is
     made of. Tied tensors are one tensor. What another program wrote is nested as it wrote it. A module inside a dict of
     the state gets no dict of its own: `{"nets": {"actor": module}}` gives
-    `{"nets": {"actor.weight": ..., "actor.bias": ...}}`.
-
-    An optimizer that was saved as an object, or by another program, is read as a whole or not at all. Its state_dict(),
-    if that was given to `save`, is a dict like any other: globs take any part of it.
+    `{"nets": {"actor.weight": ..., "actor.bias": ...}}`. An optimizer's state_dict(), if that was given to `save`, is a
+    dict like any other: globs take any part of it.
 
     Args:
         path: As for `load`.
         step: As for `load`.
-        include: Only what matches one of these globs of FQNs, as `model.*`; all of an optimizer of which a tensor or a
-            value matches.
+        include: Only what matches one of these globs of FQNs, as `model.*`. An optimizer of which anything matches is
+            read as a whole.
         exclude: Nothing that matches one of these globs. `optimizer.*` leaves out an optimizer; a part of its tensors
-            and values cannot be left out.
+            cannot be left out.
         device: For all tensors. Arrays of numpy stay what they are.
         storage_options: As for `save`.
         options: See LoadOptions.
 
     Raises:
-        CheckpointMismatchError: A glob matches nothing, `exclude` takes a part of an optimizer, or globs take a part of
-            a list with tensors (`conflict`); or the path is a checkpoint and a root of steps.
+        CheckpointMismatchError: A glob matches nothing, `exclude` takes a part of an optimizer's tensors, or globs take
+            a part of a list with tensors (`conflict`); or the path is a checkpoint and a root of steps.
         CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError, StorageError: As for `load`.
     """
     included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)

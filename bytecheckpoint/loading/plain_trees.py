@@ -18,11 +18,13 @@ from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain,
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.plain.plain_types import as_plain
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.loading.select import OF_NAMES, LeftOut, Selection, SelectionRequest, optimizers_in
+from bytecheckpoint.loading.select import LeftOut, Selection, SelectionRequest, optimizers_in
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 
 _NOTHING = object()
+_OF_NAMES = frozenset({"elsewhere", "outside_model"})
+"""Keys of an optimizer's tree that say where its parameters were, as their names do."""
 
 
 class TensorStub(NamedTuple):
@@ -106,11 +108,11 @@ class PlainData:
         return TensorRef(names[ref.fqn]) if ref.fqn in names else _NOTHING
 
     def _has_optimizer(self, fqn: str, tree: Any) -> bool:
-        """Returns True if the optimizer is selected, or any part of it where a part can be."""
-        if fqn in self._selection.optimizers:
-            return self._selection.optimizers[fqn]
+        """Returns True if any part of the optimizer is selected, or if `include` takes its own name."""
         prefix, takes = join_fqn(fqn, "state."), self._request.takes
-        return any(name.startswith(prefix) for name in self._selection.names) or any(map(takes, leaves(tree, fqn)))
+        if any(name.startswith(prefix) for name in self._selection.names) or any(map(takes, leaves(tree, fqn))):
+            return True
+        return bool(self._request.include) and takes(fqn)
 
     def _refuse_torn_optimizers(self) -> None:
         """Raises CheckpointMismatchError (conflict) if an optimizer would no longer find its parameters."""
@@ -216,7 +218,7 @@ class PlainData:
                 kind="conflict",
             )
         why = "a flat optimizer has no place for it"
-        self.left_out += [LeftOut(join_fqn(fqn, key), 0, 0, why) for key in other_items if key not in OF_NAMES]
+        self.left_out += [LeftOut(join_fqn(fqn, key), 0, 0, why) for key in other_items if key not in _OF_NAMES]
         return flat_optimizer_state({"state": state, "param_groups": groups})
 
     def _place(self, root: dict[Any, Any], name: str, value: Any) -> None:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 from bytecheckpoint.adapters.key_map import Renamer
-from bytecheckpoint.adapters.optimizers.stored_optimizer import BY_POSITION, is_optimizer_tree, split_state_path
+from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, is_content_fqn, without_content
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.dtypes import itemsize
@@ -22,8 +22,6 @@ TargetFormat = Literal["bcp", "hf", "dcp", "torch"]
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Dtypes that a conversion changes into one another; tensors of other dtypes keep theirs."""
-OF_NAMES = frozenset({"elsewhere", "outside_model"})
-"""Keys of an optimizer's tree that say where its parameters were, as their names do."""
 _MODELS = ("model", "module")
 """Entries that hold a model; if there are both, as in DeepSpeed's folders, the first has full precision."""
 
@@ -50,8 +48,6 @@ class SelectionRequest:
     is_in_memory: bool = False
     """The tree is returned and not written: values keep their types, an optimizer is taken as a whole, and a selection
     without tensors is no error."""
-    is_compared: bool = False
-    """Nothing is written or returned: of an optimizer any part can be left out."""
 
     def takes(self, fqn: str) -> bool:
         """Returns True if the tensor is included and not excluded. A tensor that differs from rank to rank is also
@@ -96,8 +92,6 @@ class Selection:
     """Prefix of all names of the checkpoint, with the dot."""
     trees: Mapping[str, Any] = field(default_factory=dict)
     """All plain data of the checkpoint, decoded."""
-    optimizers: Mapping[str, bool] = field(default_factory=dict)
-    """FQN of each optimizer in these -> True if it is selected; empty where a part of one can be, or all are."""
 
 
 class ModelNames(NamedTuple):
@@ -127,16 +121,14 @@ def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNam
     """Returns the selection.
 
     Raises CheckpointMismatchError (conflict) if none of the checkpoint's tensors is left, unless `is_in_memory`; if two
-    new names are equal or one is empty; for an HF target without `include` and name map, for several models; and, for
-    other targets, if `exclude` tears an optimizer (see `_of_optimizer`).
+    new names are equal or one is empty; for an HF target without `include` and name map, for several models; and, with
+    `is_in_memory`, if `exclude` takes a part of an optimizer's tensors.
     """
     trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items()}
     all_fqns = [*manifest.tensors, *manifest.aliases]
     selected = [fqn for fqn in all_fqns if request.takes(fqn)]
-    of_optimizers: dict[str, list[str]] = {}
-    if not (request.takes_all or request.is_compared or request.to == "hf"):
-        of_optimizers = {fqn: _of_optimizer(fqn, tree, all_fqns, request) for fqn, tree in optimizers_in(trees).items()}
-        chosen = set(selected).union(*of_optimizers.values())
+    if request.is_in_memory and not request.takes_all:
+        chosen = {*selected, *_of_whole_optimizers(all_fqns, trees, request)}
         selected = [fqn for fqn in all_fqns if fqn in chosen]
     left_out = _totals(manifest, set(all_fqns) - set(selected), lambda _: "not chosen by include and exclude")
     if request.to == "hf" and not request.include:
@@ -163,73 +155,31 @@ def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNam
         left_out=left_out,
         dropped_prefix=prefix,
         trees=trees,
-        optimizers={fqn: bool(names) for fqn, names in of_optimizers.items()},
     )
 
 
-def _of_optimizer(fqn: str, tree: Mapping[str, Any], all_fqns: Sequence[str], request: SelectionRequest) -> list[str]:
-    """Returns the FQNs of all tensors and values that are taken of an optimizer; none if it is left out. Of what it
-    holds of a parameter all is taken, or nothing; with `is_in_memory`, of the optimizer.
-
-    Raises CheckpointMismatchError (conflict) if `exclude` takes a part of these, or of what belongs to no parameter.
+def _of_whole_optimizers(all_fqns: Sequence[str], trees: Mapping[str, Any], request: SelectionRequest) -> list[str]:
+    """Returns the FQNs of all tensors of each optimizer of which anything is taken. Raises CheckpointMismatchError
+    (conflict) if `exclude` takes a part of them.
     """
-    units = _units(fqn, tree, all_fqns, request)
-    others = units.setdefault("", [])
-    is_whole = not request.include or request.takes(fqn) or any(map(request.takes, others))
-    chosen = {
-        parameter: names
-        for parameter, names in units.items()
-        if any(map(request.takes, names)) or (is_whole and not all(map(request.excludes, names)))
-    }
-    for parameter, names in {**chosen, "": others}.items() if chosen else ():
-        excluded = list(filter(request.excludes, names))
+    found: list[str] = []
+    for fqn, tree in optimizers_in(trees).items():
+        of_tree = leaves(tree, fqn)
+        refs = {leaf.fqn for leaf in of_tree.values() if isinstance(leaf, TensorRef)}
+        prefix = join_fqn(fqn, "state.")
+        tensors = [name for name in all_fqns if name in refs or name.startswith(prefix)]
+        if not any(map(request.takes, (*tensors, *of_tree))):
+            continue
+        excluded = list(filter(request.excludes, tensors))
         if excluded:
-            of = f", those of {parameter!r:.200}" if parameter else ""
-            done, advice = "written", "leave out all of them, or all of the optimizer"
-            if request.is_in_memory:
-                done, advice = "read", "leave out all that is below its name, or read single tensors with bcp.open"
             raise CheckpointMismatchError(
-                f"exclude takes {len(excluded)} of {len(names)} values and tensors of the optimizer {fqn!r:.200}{of}, "
-                f"as {excluded[0]!r:.200}, and not all of them; nothing was {done}: {advice}",
+                f"exclude takes {len(excluded)} of the {len(tensors)} tensors of the optimizer {fqn!r:.200}, as "
+                f"{excluded[0]!r:.200}, and not all of it; nothing was read: leave out all that is below its name, or "
+                "read single tensors with bcp.open",
                 kind="conflict",
             )
-    return [name for names in {**chosen, "": others}.values() for name in names] if chosen else []
-
-
-def _units(
-    fqn: str, tree: Mapping[str, Any], all_fqns: Sequence[str], request: SelectionRequest
-) -> dict[str, list[str]]:
-    """Returns the FQNs of an optimizer's tensors and values by the parameter that they belong to; those of no
-    parameter, with `is_in_memory` all, by "".
-    """
-    of_tree, prefix = leaves(tree, fqn), join_fqn(fqn, "state.")
-    refs = {leaf.fqn for leaf in of_tree.values() if isinstance(leaf, TensorRef)}
-    tensors = [name for name in all_fqns if name in refs or name.startswith(prefix)]
-    known = {name for group in tree["groups"].values() for name in group["params"]}.union(tree["state"])
-    units: dict[str, list[str]] = {}
-    for name in (*tensors, *(_values(fqn, tree, request) or of_tree)):
-        is_of_one = name.startswith(prefix) and not request.is_in_memory
-        parameter = split_state_path(name.removeprefix(prefix), known)[0] if is_of_one else ""
-        units.setdefault(parameter, []).append(name)
-    return units
-
-
-def _values(fqn: str, tree: Mapping[str, Any], request: SelectionRequest) -> list[str]:
-    """Returns the FQNs of an optimizer's values that are no tensors, without those that say what its parameters are. A
-    group has the name of its first parameter, which `*.embed.*` does not mean: it is `#` here, unless a glob begins
-    with the name of the groups.
-    """
-    prefix = join_fqn(fqn, "groups.")
-    is_named = any(glob.startswith(prefix) for glob in (*request.include, *request.exclude))
-    found = leaves({key: value for key, value in tree.items() if key not in {"groups", *OF_NAMES, BY_POSITION}}, fqn)
-    for first, group in tree["groups"].items():
-        values = {key: value for key, value in group.items() if key != "params"}
-        found |= leaves(values, f"{prefix}{first if is_named else '#'}")
-    return [name for name, value in found.items() if not _is_empty(value) and not isinstance(value, TensorRef)]
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, dict | list | tuple) and not value
+        found += tensors
+    return found
 
 
 def _wanted(manifest: Manifest, stored_fqn: str, name: str, request: SelectionRequest) -> WantedTensor:

@@ -13,7 +13,6 @@ import torch
 from training import Tied, mlp
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.plain.plain_tree import leaves
 from distributed.workers import WorkerPool
 
 
@@ -220,53 +219,11 @@ def test_an_optimizer_of_which_a_glob_includes_a_part_comes_as_a_whole(saved: Pa
     assert same(bcp.load_tree(saved, include=glob), {"optimizer": bcp.load_tree(saved)["optimizer"]})
 
 
-TORN = [
-    "*.exp_avg_sq",
-    "optimizer.state.*",
-    ["model.*", "*.0.weight.*"],
-    "optimizer.groups.*",
-    "*.lr",
-    "optimizer.groups.0.weight.values.lr",
-]
-
-
-@pytest.mark.parametrize("exclude", TORN, ids=str)
-def test_a_part_of_an_optimizer_cannot_be_left_out_of_a_tree(saved: Path, exclude: Any) -> None:
-    with pytest.raises(bcp.CheckpointMismatchError, match="and tensors of the optimizer 'optimizer'") as caught:
+@pytest.mark.parametrize("exclude", ["*.exp_avg_sq", "optimizer.state.*", ["model.*", "*.0.weight.*"]], ids=str)
+def test_a_part_of_the_tensors_of_an_optimizer_cannot_be_left_out_of_a_tree(saved: Path, exclude: Any) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match="tensors of the optimizer 'optimizer'") as caught:
         bcp.load_tree(saved, exclude=exclude)
     assert caught.value.kind == "conflict"
-
-
-@pytest.mark.parametrize("exclude", ["*.bias", "model.0.*"])
-def test_the_names_of_parameters_in_an_optimizer_are_no_part_of_it_to_leave_out(saved: Path, exclude: str) -> None:
-    tree = bcp.load_tree(saved, exclude=exclude)
-    assert same(tree["optimizer"], bcp.load_tree(saved)["optimizer"])
-    assert 0 < len(tree["model"]) < len(bcp.load_tree(saved)["model"])
-
-
-def test_the_name_of_a_parameter_does_not_include_its_optimizer(saved: Path) -> None:
-    assert bcp.load_tree(saved, include="*.bias").keys() == {"model", "weights"}
-
-
-def test_a_group_goes_by_no_parameter_that_a_glob_leaves_out(tmp_path: Path) -> None:
-    model = mlp()
-    bcp.save(tmp_path, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
-    tree = bcp.load_tree(tmp_path, exclude="*0.weight*")  # the first parameter, after which the group is named
-    assert same(tree["optimizer"], bcp.load_tree(tmp_path)["optimizer"])
-    assert "0.weight" not in tree["model"]
-
-
-@pytest.mark.parametrize("glob", ["optimizer.*", "opt*", ["optimizer.state.*", "optimizer.groups.*"]], ids=str)
-@pytest.mark.parametrize("has_names", [True, False])
-def test_an_optimizer_whose_tensors_and_values_are_all_left_out_is_not_in_a_tree(
-    tmp_path: Path, has_names: bool, glob: Any
-) -> None:
-    model, optimizer, _ = trained()
-    if has_names:
-        bcp.save(tmp_path / "x.pt", {"model": model, "optimizer": optimizer})
-    else:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
-    assert bcp.load_tree(tmp_path / "x.pt", exclude=glob).keys() == {"model"}
 
 
 def state_dicts(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], str]]:

@@ -40,12 +40,7 @@ def export_of(opened: Opened, names: NameOptions, *, exclude: Sequence[str], bes
     to: Any = names.to
     view = mapped_view(source, names.name_map(), is_state=to == "bcp", in_place=True)
     request = SelectionRequest(
-        to=to,
-        exclude=exclude,
-        rename=names.rename,
-        keep_names=names.keep_names,
-        experts=names.experts or "",
-        is_compared=True,
+        to=to, exclude=exclude, rename=names.rename, keep_names=names.keep_names, experts=names.experts or ""
     )
     manifest, selection = link_manifest(view, request, source=opened.folder, target=opened.folder)
     left_out = list(selection.left_out)
