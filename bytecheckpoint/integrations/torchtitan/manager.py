@@ -8,7 +8,6 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,8 +16,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 
 from bytecheckpoint import api
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
-from bytecheckpoint.adapters.plain.plain_data import decode_plain
-from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.integrations.dcp.calls import SaveFuture
 from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
@@ -30,8 +27,6 @@ from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders,
 from bytecheckpoint.integrations.torchtitan.resume import LoadChoice, choose
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manager.agreement.stopping import rank_in, size_of
-from bytecheckpoint.manifest import Manifest
-from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.saving.handle import SaveHandle
 
@@ -258,7 +253,9 @@ class BcpCheckpointManager(BaseCheckpointManager):
             state.pop(_ENTRIES[name], None)
         state["extra_state"] = {name: each for name, each in state["extra_state"].items() if name not in left_out}
         with api.open(path, storage_options=self.config.storage_options) as checkpoint:
-            excluded = _globs_of_others(checkpoint.manifest, [f"extra_state.{name}" for name in state["extra_state"]])
+            stored = {name.split(".")[1] for name in checkpoint if name.startswith("extra_state.")}
+            stored |= set(checkpoint.objects.get("extra_state", ()))
+        excluded = [_glob_of(name, others=state["extra_state"]) for name in sorted(stored - set(state["extra_state"]))]
         report = api.load(
             path,
             state,
@@ -294,23 +291,10 @@ def _data_state(dataloader: Any, elastic: Elastic | None) -> DataLoaderState | N
     return loader_state(dataloader, rank=rank, size=size, elastic=elastic)
 
 
-def _globs_of_others(manifest: Manifest, kept: Collection[str]) -> list[str]:
-    """Returns a glob for each value of the states that are stored in `extra_state` and are not in `kept`; it matches
-    nothing else. `kept` has the FQNs of states. The value of a state may be a dict, one tensor or one plain value.
-    """
-    shared = manifest.objects.items()
-    by_rank = ((fqn, data) for fqn, of_ranks in manifest.rank_objects.items() for data in of_ranks.values())
-    others: set[str] = set()
-    found: set[str] = set()
-    for fqn, data in chain(shared, by_rank):
-        leaf_values = leaves(decode_plain(data), fqn)
-        found |= {value.fqn for value in leaf_values.values() if isinstance(value, TensorRef)}
-        if fqn.startswith("extra_state.") and fqn not in kept:
-            others |= leaf_values.keys()
-    for fqn in {*manifest.tensors, *manifest.aliases} - found:  # of modules
-        if fqn.startswith("extra_state.") and not any(fqn.startswith(f"{state}.") for state in kept):
-            others.add(fqn)
-    return sorted(map(glob.escape, others))
+def _glob_of(name: str, *, others: Collection[str]) -> str:
+    """Returns a glob that matches the names of one of torchtitan's states, and those of none of the others."""
+    is_start = any(other.startswith(name) for other in others)
+    return f"extra_state.{glob.escape(name)}{'.*' if is_start else '*'}"
 
 
 def _in_dtype(value: Any, dtype: torch.dtype) -> Any:

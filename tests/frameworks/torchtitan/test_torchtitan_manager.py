@@ -195,57 +195,6 @@ def test_a_state_whose_name_begins_with_an_excluded_one_is_loaded(run: Run, tmp_
     again.manager.close()
 
 
-class Value:
-    """A state of the user whose state is no dict of counters."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> Any:
-        return self.value
-
-    def load_state_dict(self, state: Any) -> None:
-        self.value = state
-
-
-STORED = {
-    "train": 5,
-    "mine.too": {"x": 1},
-    "mine_large": torch.ones(200_000),
-    "large": {"w": torch.ones(200_000), "more": {}},
-    "listed": [1, torch.ones(3)],
-    "odd[*]": {"y": None},
-}
-"""Values of states that another run has. Their names begin as those of states of this run, or are globs."""
-
-
-@pytest.mark.parametrize("is_excluded", [False, True])
-def test_states_that_are_left_out_may_be_of_any_kind_and_name(run: Run, tmp_path: Path, is_excluded: bool) -> None:
-    run.manager.states |= {name: Value(value) for name, value in STORED.items()}
-    run.manager.states["ema"] = torch.nn.Linear(2, 2)
-    run.step()
-    run.manager.close()
-    again = Run(tmp_path, exclude_from_loading=[*STORED, "ema"] if is_excluded else [])
-    if is_excluded:
-        again.manager.states |= {name: Value("as it was") for name in STORED}
-        again.manager.states["ema"] = torch.nn.Linear(2, 2)
-    assert again.manager.load()
-    assert (again.user.value, again.trained.value) == (10, 1)
-    assert not is_excluded or {again.manager.states[name].value for name in STORED} == {"as it was"}
-    again.manager.close()
-
-
-def test_a_state_below_the_name_of_an_excluded_one_is_loaded(run: Run, tmp_path: Path) -> None:
-    run.manager.states |= {"a": Value({"x": 1}), "a.b": Value({"x": 2})}
-    run.step()
-    run.manager.close()
-    again = Run(tmp_path, exclude_from_loading=["a"])
-    again.manager.states |= {"a": Value({"x": 8}), "a.b": Value({"x": 9})}
-    assert again.manager.load()
-    assert [again.manager.states[name].value for name in ("a", "a.b")] == [{"x": 8}, {"x": 2}]
-    again.manager.close()
-
-
 def test_an_unknown_name_to_exclude_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, exclude_from_loading=["optimiser"])
     with pytest.raises(ValueError, match="optimiser"):
