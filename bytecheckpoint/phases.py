@@ -22,14 +22,13 @@ from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.loading.exchange import read_together
-from bytecheckpoint.loading.file_checks import plan_again, plan_together
+from bytecheckpoint.loading.file_checks import bad_sums, plan_again, plan_together
 from bytecheckpoint.loading.match import Match, match_again
 from bytecheckpoint.loading.mismatches import warn_of_unused
 from bytecheckpoint.loading.name_scope import Fitted, Matched, NameScope, WantedState, fit_state
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together, retry_replaced, wanted_step
 from bytecheckpoint.loading.overwrite_state import report_overwrite
 from bytecheckpoint.loading.read import Source, Traffic
-from bytecheckpoint.loading.stored_sums import bad_sums
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory_tier.part_of_save import (
     holding_first,

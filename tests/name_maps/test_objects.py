@@ -13,6 +13,7 @@ import torch
 from training import Tied, mlp
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from distributed.workers import WorkerPool
 
 

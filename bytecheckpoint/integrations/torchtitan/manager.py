@@ -292,7 +292,9 @@ def _data_state(dataloader: Any, elastic: Elastic | None) -> DataLoaderState | N
 
 
 def _glob_of(name: str, *, others: Collection[str]) -> str:
-    """Returns a glob that matches the names of one of torchtitan's states, and those of none of the others."""
+    """Returns a glob for the names below one of torchtitan's states. If the name of one of `others` begins with that
+    name, the glob does not match a state that is a single value; it matches what is below an other `name.something`.
+    """
     is_start = any(other.startswith(name) for other in others)
     return f"extra_state.{glob.escape(name)}{'.*' if is_start else '*'}"
 
