@@ -22,7 +22,7 @@ from bytecheckpoint.storage.memory_root import slot_file, version_files
 from bytecheckpoint.storage.memory_root.job_folder import JobFolder
 from bytecheckpoint.storage.memory_root.slot_file import FilePlace, FoundSlot
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store
+from bytecheckpoint.storage.store import Store, endpoint_of
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -53,8 +53,8 @@ class StoredManifest(NamedTuple):
 
 
 def look_at_host(job: JobFolder, local_stage: str | None, store: Store) -> HostView:
-    """Returns the versions in the job's folder, and in the local stage the files of saves to the store. Changes
-    nothing.
+    """Returns the versions in the job's folder, and in the local stage the files of saves of steps to the store.
+    Changes nothing.
     """
     held = {version.record.save_id: version for version in version_files.read_versions(job)}
     places: dict[tuple[str, HolderKind], dict[str, FilePlace]] = {}
@@ -128,12 +128,13 @@ class _Staged(NamedTuple):
 
 
 def _staged(root: str | None, store: Store) -> Iterator[_Staged]:
-    """Yields what a local stage holds of saves to the store."""
+    """Yields what a local stage holds of saves of steps to the store, not to others with its URL."""
     if root is None:
         return
+    endpoint = endpoint_of(store)
     for found in stage_folder.scan(os.path.abspath(root)):  # noqa: PTH100 - paths are text here
         journal = found.journal
-        if journal is None or journal.step is None or journal.root != str(store):
+        if journal is None or journal.step is None or (journal.root, journal.endpoint) != (str(store), endpoint):
             continue
         folder = f"{os.path.abspath(root)}/{found.name}"  # noqa: PTH100
         places = {

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,23 @@ def test_what_only_the_local_stage_has_is_resumed_from_there(
     check(state, 7)
     with pytest.raises(bcp.CheckpointNotFoundError):
         bcp.load(root, empty())
+
+
+def test_what_a_local_stage_has_for_one_endpoint_is_not_resumed_at_another(tmp_path: Path) -> None:
+    """One URL at two services is two places."""
+    url = f"memory://test-{uuid.uuid4().hex}"
+    here, there = {"endpoint_url": "http://here:9000"}, {"endpoint_url": "http://there:9000/"}
+    staged = bcp.SaveOptions(local_stage=tmp_path / "stage")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStage, "upload", refuse)
+        assert bcp.save(url, state_of(7), step=7, async_save=True, storage_options=here, options=staged).exception()
+    with_memory = options(tmp_path, local_stage=tmp_path / "stage")
+    state = empty()
+    assert bcp.resume(url, state, storage_options=there, options=with_memory) is None
+    assert state["step"] == -1
+    report = bcp.resume(url, state, storage_options=here, options=with_memory)
+    assert report is not None
+    check(state, 7)
 
 
 def refuse(*_: object, **__: object) -> None:

@@ -141,6 +141,28 @@ def test_bytes_in_memory_of_the_store_are_those_asked_for_or_an_error(memory_url
         store.read_bytes("y", 0, 1)
 
 
+def test_an_object_that_was_cut_short_is_damaged_though_a_listing_is_remembered(memory_url, monkeypatch):
+    """Of backends, many remember sizes, and many have an error of their own for a range behind the end."""
+    store, ask, read = FsspecStore(memory_url, None), MemoryFileSystem.info, MemoryFileSystem.cat_file
+    put(store, "x", pattern(10))
+    remembered = {"size": 100}
+
+    def info(fs, path, **kwargs):
+        return {**ask(fs, path, **kwargs), **remembered}
+
+    def cat_file(fs, path, start=None, end=None, **kwargs):
+        if start is not None and start >= ask(fs, path)["size"]:
+            raise OSError(errno.EINVAL, "the range is behind the end", path)
+        return read(fs, path, start=start, end=end, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "info", info)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda *_: remembered.clear())
+    with pytest.raises(CheckpointCorruptError, match="ends at byte 10") as caught:
+        get(store, "x", 20, 50)
+    assert caught.value.kind == "truncated"
+
+
 class TestS3Store(StoreContract):
     @pytest.fixture
     def store(self, s3_store):

@@ -322,7 +322,7 @@ class FsspecStore:
         def to_error(error: BaseException, shown: str, *, reason: str) -> CheckpointError:
             # A range that starts behind the end is an error of the backend's own, not a short answer.
             with suppress(CheckpointError, TypeError), self._translated(shown, read_error):
-                size = int(self._fs.size(path))
+                size = int(self._info(path)["size"])
                 if size < wanted_end:
                     return truncated(shown, wanted_end=wanted_end, found_end=size)
             return read_error(error, shown, reason=reason)
