@@ -96,6 +96,20 @@ def test_values_that_differ_are_kept_for_each_rank_with_one_warning(tmp_path: Pa
         assert checkpoint.rank_values("nested.position") == {0: 0, 1: 1}
 
 
+def save_pair(rank: int, world_size: int, path: Path, on_conflict: str) -> dict[str, Any]:
+    dcp.save({"pair": (torch.tensor(rank), 1)}, checkpoint_id=path, on_conflict=on_conflict)
+    state: dict[str, Any] = {"pair": (torch.tensor(-1), 0)}
+    dcp.load(state, checkpoint_id=path)
+    return state
+
+
+@per_rank
+def test_tensors_in_tuples_that_differ_are_kept_for_each_rank(tmp_path: Path, workers: WorkerPool) -> None:
+    assert workers.run(save_pair, tmp_path, "per_rank", world_size=2) == [{"pair": (rank, 1)} for rank in range(2)]
+    for outcome in workers.run_each(save_pair, tmp_path / "refused", "error", world_size=2):
+        assert "1 values differ between ranks: pair" in str(outcome.error)
+
+
 def test_a_rank_of_which_nothing_was_saved_is_told_so(tmp_path: Path, workers: WorkerPool) -> None:
     workers.run(save_differing, tmp_path, "per_rank", world_size=2, timeout_s=60)
     for outcome in workers.run_each(load_differing, tmp_path, world_size=3):

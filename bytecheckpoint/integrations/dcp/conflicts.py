@@ -78,12 +78,12 @@ class _Values:
 
     def _add(self, fqn: str, leaf: Any) -> None:
         if isinstance(leaf, torch.Tensor):
-            if type(leaf) in PLAIN_TENSORS and fits_inline(leaf) and not leaf.is_meta:
+            if _is_compared(leaf):
                 self._plain[fqn] = f"{leaf.dtype} {list(leaf.shape)}".encode()
                 self._tensors[fqn] = leaf
             return
         try:
-            self._plain[fqn] = encode_plain(leaf, fqn, lambda _name, _tensor: None)
+            self._plain[fqn] = encode_plain(leaf, fqn, _content_if_compared)
         except CheckpointSaveError:  # a live object, or a value that the save will refuse by its name
             return
 
@@ -99,6 +99,15 @@ class _Values:
         digests |= {fqn: digests[fqn] + digest_of(tensor).to_bytes(8) for fqn, tensor in self._tensors.items()}
         reply = ranks.reduce_scatter(msgspec.msgpack.encode(digests), _to_all(_names_that_differ))
         return msgspec.msgpack.decode(reply, type=list[str])
+
+
+def _is_compared(tensor: torch.Tensor) -> bool:
+    return type(tensor) in PLAIN_TENSORS and fits_inline(tensor) and not tensor.is_meta
+
+
+def _content_if_compared(_fqn: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Encodes the content of a tensor in a tuple, which is one leaf, if it is compared; of others, the name only."""
+    return tensor if _is_compared(tensor) else None
 
 
 def _to_all(reduce: Callable[[Sequence[bytes]], bytes]) -> Callable[[list[bytes]], Sequence[bytes]]:
