@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -227,7 +228,7 @@ def test_overwriting_mends_a_checkpoint_that_cannot_be_read(saved: Path) -> None
     assert target["n"] == 2.0
 
 
-@pytest.mark.parametrize("step", [-1, True, 1.0, "7"])
+@pytest.mark.parametrize("step", [-1, True, 1.0, "7", torch.tensor(1.5), np.array([1, 2])], ids=repr)
 def test_a_step_that_is_none(tmp_path: Path, step: Any) -> None:
     with pytest.raises((ValueError, bcp.CheckpointError), match="a step is"):
         bcp.save(tmp_path, state(), step=step)

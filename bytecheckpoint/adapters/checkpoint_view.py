@@ -161,7 +161,7 @@ class CheckpointView:
         return self._exclude.match(fqn)
 
     def globbed_name(self, fqn: str) -> str:
-        """Returns the name by which include and exclude judge a state FQN that is not in the checkpoint."""
+        """Returns the name by which include and exclude judge a state FQN that is not stored; no key_map applies."""
         return fqn.removeprefix(self._below)
 
     @cached_property

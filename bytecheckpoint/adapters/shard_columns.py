@@ -227,7 +227,7 @@ class WholeTensors(Sequence[LocalShard]):
 
 
 class ShardBlocks(Sequence[LocalShard]):
-    """Shards in blocks: of columns, or of records."""
+    """Shards in blocks: columns, records, or WholeTensors, which `resolved` replaces."""
 
     def __init__(self, blocks: Iterable[Sequence[LocalShard]]) -> None:
         each = (block.blocks if isinstance(block, ShardBlocks) else [block] for block in blocks)

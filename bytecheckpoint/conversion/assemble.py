@@ -47,9 +47,10 @@ class Elements:
         self._narrowed = {number for number, tensor in enumerate(wanted) if _is_narrowed(tensor, source.manifest)}
 
     def check_files(self) -> None:
-        """Checks the data files that hold the elements.
+        """Checks that the data files of the elements have their sizes and, if the options verify, that files to which a
+        link points are those that it was made for.
 
-        Raises CheckpointNotFoundError (missing_file) or CheckpointCorruptError (truncated, checksum).
+        Raises CheckpointNotFoundError (missing_file, replaced) or CheckpointCorruptError (truncated, checksum).
         """
         source = self._source
         stored = {piece.fqn for tensor in self._wanted for piece in tensor.pieces if piece.fqn is not None}

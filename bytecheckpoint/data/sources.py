@@ -281,7 +281,8 @@ class IterableCursor:
         return sample
 
     def _check_pass(self, epoch: int, num_samples: int) -> None:
-        # Without this a source that does not begin anew would silently be missing from all later epochs.
+        # Without this a source that does not begin anew would silently be missing from all later epochs. Not for a
+        # ShuffleBuffer or Packer: the cursor in it checks its source, and an epoch may be too short for a Packer's row.
         if num_samples == 0 and self._has_yielded and not hasattr(self._source, "wrapped_source"):
             raise ValueError(
                 f"a source of type {type(self._source).__name__} had samples before and yields none in epoch {epoch}: "

@@ -16,7 +16,7 @@ _INT = frozenset({int})
 
 @dataclass(frozen=True, slots=True)
 class SourceSnapshot:
-    """The state of a source at one position of its stream."""
+    """The state of a source at one position of its stream; numbers as in StreamPosition."""
 
     epoch: int
     position: int

@@ -139,7 +139,9 @@ def _numels_of_grid(shape: tuple[int, ...], part: tuple[int, ...]) -> Int64s:
 
 
 def all_coordinates(columns: Columns) -> np.ndarray:
-    """Returns the coordinates of every chunk of these tensors, chunks of grids included."""
+    """Returns the coordinates of every chunk of these tensors, chunks of grids included, laid out as in
+    `Columns.coordinates`: int64 if any tensor is a grid, else the column itself, whose integers may be unsigned.
+    """
     if not columns.is_grid.any():
         return columns.coordinates
     counts = 2 * columns.num_dims * columns.num_chunks

@@ -69,7 +69,9 @@ class Options:
             raise self._refusal(f"{unknown[0]!r:.80} is not an option of it, those are {names}")
 
     def value(self, name: str) -> int:
-        """Returns the value of an option. Raises CheckpointMismatchError (conflict) if it is unknown or no size."""
+        """Returns the value of an option of the map. Raises CheckpointMismatchError (conflict) if no value was given or
+        found, or if it is no size.
+        """
         if name not in self._values:
             option = self._map.options[name]
             found: object = self._given.get(name)

@@ -41,7 +41,7 @@ class GridShards(NamedTuple):
 
     @property
     def ranks(self) -> NDArray[np.int32]:
-        """The ranks in the order of the parts that they hold."""
+        """The ranks in the order of the parts that they hold, for each tensor. Shape (tensors, ranks)."""
         return self.holders[self.order]
 
 

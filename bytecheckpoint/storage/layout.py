@@ -6,7 +6,9 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import compress, islice
+from operator import index
 from typing import Literal, SupportsIndex
 
 from bytecheckpoint.errors import (
@@ -79,10 +81,14 @@ def check_step(step: object) -> int | None:
     """
     if step is None:
         return None
-    if isinstance(step, bool) or not isinstance(step, SupportsIndex) or not 0 <= step.__index__() < 1 << 63:
+    number = -1
+    if isinstance(step, SupportsIndex) and not isinstance(step, bool):
+        with suppress(TypeError):  # of an array of several numbers, or of no integers
+            number = index(step)
+    if not 0 <= number < 1 << 63:
         what = f"a step is an integer from 0 to 2^63 - 1, or None, not {step!r}; nothing was changed"
         raise CheckpointMismatchError(what, kind="conflict")
-    return step.__index__()
+    return number
 
 
 def data_file_name(save_id: str, rank: int, index: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,6 +141,16 @@ def test_what_a_rank_has_of_its_own_is_kept(tmp_path: Path) -> None:
     assert (plain_leaves(checkpoint)["seed"], plain_leaves(checkpoint)["rank_1.seed"]) == (0, 1)
     assert (checkpoint["rng"][0], checkpoint["rank_1.rng"][0]) == (0, 1)
     assert "rank_1.same.0" not in plain_leaves(checkpoint)
+
+
+def test_an_ordered_dict_stays_one_beside_tensors_of_ranks(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    for rank in range(2):
+        with as_rank(rank, 2):
+            state = {"w": sharded_tensor(WHOLE["layers.1.weight"], rank, 2), "ordered": OrderedDict(b=1, a=2)}
+            torch.save(state, tmp_path / "c" / f"rank_{rank}.pt")
+    found = bcp.load_tree(tmp_path / "c")["ordered"]
+    assert (type(found), list(found.items())) == (OrderedDict, [("b", 1), ("a", 2)])
 
 
 def test_what_a_rank_has_of_its_own_is_kept_of_every_group_of_files(tmp_path: Path) -> None:

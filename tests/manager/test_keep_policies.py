@@ -4,6 +4,7 @@ import math
 from dataclasses import FrozenInstanceError
 
 import pytest
+import torch
 from manager.steps import step_info
 
 import bytecheckpoint as bcp
@@ -131,6 +132,7 @@ def test_a_policy_of_a_user_answers_for_every_step() -> None:
     ("make", "message"),
     [
         (lambda: Latest(0), "Latest: n must be an integer of at least 1, not 0"),
+        (lambda: Latest(torch.tensor(1.5)), r"Latest: n must be an integer of at least 1, not tensor\(1\.5"),
         (lambda: EverySteps(-1), "EverySteps: n must be an integer of at least 1, not -1"),
         (lambda: EverySeconds(0), "EverySeconds: s must be a number of seconds above 0, not 0"),
         (lambda: Within(math.inf), "Within: s must be a number of seconds above 0, not inf"),

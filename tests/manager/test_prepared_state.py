@@ -130,6 +130,15 @@ def test_an_error_of_the_preparation_is_raised_by_the_save_and_by_that_one_alone
     assert bcp.steps(tmp_path) == [4, 8]
 
 
+def test_another_save_before_it_does_not_hide_an_error_of_the_preparation(tmp_path: Path) -> None:
+    loader = PreparingLoader(["a"], fails_at=(3,))
+    with bcp.CheckpointManager(tmp_path, save=EVERY_4) as manager:
+        run(manager, loader, range(4))
+        manager.save(3, state_with(loader), force=True)
+        with pytest.raises(CheckpointSaveError, match="the data service does not answer"):
+            run(manager, loader, range(4, 5))
+
+
 def test_an_error_of_the_preparation_counts_as_one_of_its_save(tmp_path: Path) -> None:
     loader = PreparingLoader(["a"], fails_at=(3,))
     options = bcp.ManagerOptions(on_failed_save="warn")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -186,7 +187,7 @@ def _add_differences(
 def _with_refs(value: Any, fqn: str, leaves: Mapping[str, Any]) -> Any:
     if isinstance(value, dict):
         items = [(key, _with_refs(item, join_fqn(fqn, key), leaves)) for key, item in value.items()]
-        return type(value)(items) if type(value) is dict else dict(items)
+        return OrderedDict(items) if type(value) is OrderedDict else dict(items)
     if type(value) in {list, tuple}:
         return type(value)(_with_refs(item, join_fqn(fqn, index), leaves) for index, item in enumerate(value))
     return TensorRef(fqn) if isinstance(leaves.get(fqn), ShardedTensor) else value

@@ -85,7 +85,9 @@ class _TorchClass:
 
 
 def _attribute(owner: Any, name: Any) -> _TorchClass:
-    """Stands for getattr: returns a class that is nested in one of torch's."""
+    """Stands for getattr: returns the stand-in for a class nested in one of torch's, or for a member of its
+    enumerations. Raises PickleError or UnsafeCheckpointError for all else.
+    """
     if not isinstance(owner, _TorchClass) or type(name) is not str:
         raise PickleError("it asks for an attribute")
     full_name = f"{owner.name}.{name}"

@@ -90,7 +90,8 @@ def global_batch(loader: Any, num_ranks: int) -> int | None:
 
 def batches_now(loader: Any, shared: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
     """Converts the saved position to this number of ranks. Returns how many batches each rank has to skip, rounded
-    down, and how many samples are read again because of the rounding; 0 and 0 if the size of a batch is not known.
+    down, and how many samples are read again because of the rounding; on another number of ranks, 0 and 0 if the size
+    of a batch is not known.
     """
     if shared["num_ranks"] == num_ranks or not shared["batches"]:
         return int(shared["batches"]), 0

@@ -359,7 +359,7 @@ class BcpStrategyMixin(Strategy):
 
 
 def module_of(strategy: Strategy) -> pl.LightningModule:
-    """Returns the user's module. Raises RuntimeError outside of a run."""
+    """Returns the user's module. Raises RuntimeError before the first run."""
     module = strategy.lightning_module
     if module is None:
         raise RuntimeError("the strategy has no LightningModule: it saves and loads within Trainer.fit, test, ...")

@@ -99,8 +99,8 @@ def _is_of_trainer(path: str) -> bool:
 
 
 def find_newest(run_dir: str) -> Resume:
-    """Returns the checkpoint of a run that was committed last, whatever its number; if none is committed, a Resume with
-    a `refusal`. Damaged ones are skipped with a warning; if there is no other, the error of one is raised.
+    """Returns the checkpoint of a run that was committed last, whatever its number; a Resume with a `refusal` if none
+    is that the mixin saved. Damaged ones are skipped with a warning; if there is no other, the error of one is raised.
     """
     folders = folders_of(run_dir)
     committed = folders.committed(to_load=True)

@@ -134,7 +134,8 @@ class Background:
 
     def _finish(self, hanging_s: float) -> Exception | None:
         """Waits and warns as `wait` does; returns the failure of copies. Both threads work side by side, so the limits
-        of both count from the same moment.
+        of both count from the same moment; those of deletions once more from the end of the copies, after which more
+        may be deleted.
         """
         failing_s, began = min(_FAILING_S, hanging_s), time.monotonic()
         if self._clock.now() > self._lease_ends_at:
@@ -218,7 +219,7 @@ class Background:
             self._store.delete(name)
 
     def _record_earlier(self) -> None:
-        """Writes the records of saves whose processes ended right after the commit."""
+        """Writes the records that steps lack: their processes ended right after the commit, or had no manager."""
         for step in self.steps.all():
             if not step.has_record:
                 self._let_saves_go_first()

@@ -71,7 +71,12 @@ class ManagedData:
         return loaders
 
     def log(self, step: int, state: Mapping[str, Any] | None) -> None:
-        """Hands the positions of this rank over to the log."""
+        """Hands the positions of this rank's loaders in the state over to the log; None takes the loaders of the last
+        state that was passed.
+
+        Raises CheckpointMismatchError (conflict) without loaders, StorageError (unsupported) in a manager that only
+        reads, and CheckpointSaveError (unsupported_value) as `encode_positions` does.
+        """
         if self._log is None:
             refuse_read_only(self._run.root)
             return

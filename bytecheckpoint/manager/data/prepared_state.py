@@ -36,9 +36,10 @@ class PreparedState:
 
     def raise_failure(self, step: int) -> None:
         """Raises, once, the error that the preparation of this step has met."""
+        if self._failure is None or step != self._step:
+            return
         failure, self._failure = self._failure, None
-        if failure is not None and step == self._step:
-            raise failure
+        raise failure
 
     def forget(self) -> None:
         """Forgets the preparation: training goes on from another step."""

@@ -67,7 +67,10 @@ def is_locked(path: str) -> bool:
 
 
 def _take(fd: int, path: str) -> None:
-    """Takes the lock. Raises BlockingIOError if another process holds it."""
+    """Takes the lock; waits up to a second for processes in `is_locked`.
+
+    Raises BlockingIOError if it is held, and StorageError (unsupported) if the file cannot be locked.
+    """
     for _ in range(_MAX_TRIES):
         with suppress(BlockingIOError):
             _lock(fd, path, fcntl.LOCK_EX)

@@ -83,7 +83,7 @@ def chunk_picture(manifest: Manifest, record: TensorRecord) -> tuple[str, ChunkM
         return None
     height = _map_height(record, drawn)
     is_flat = len(record.shape) <= 2 and record.num_chunks <= _MAX_OUTLINES
-    parts = _outlines(manifest, record, drawn, height) if is_flat else _fields(manifest, drawn, height)
+    parts = _outlines(manifest, record, drawn, height) if is_flat else _field_shapes(manifest, drawn, height)
     return svg(_MAP_WIDTH, height, "which file holds which part", *parts), drawn
 
 
@@ -110,7 +110,7 @@ def _outlines(manifest: Manifest, record: TensorRecord, drawn: ChunkMap, height:
     return parts
 
 
-def _fields(manifest: Manifest, drawn: ChunkMap, height: float) -> list[str]:
+def _field_shapes(manifest: Manifest, drawn: ChunkMap, height: float) -> list[str]:
     """Returns the map's SVG: neighbouring fields of one file, and neighbouring rows that are alike, share a shape."""
     rows = drawn.fields.tolist()
     scale_x, scale_y = _MAP_WIDTH / len(rows[0]), height / len(rows)

@@ -77,7 +77,9 @@ def _bars(row: RankRow, colors: dict[str, str], box: Box) -> list[str]:
 
 
 def heat_map(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> str:
-    """Draws phases down, ranks across, the darker the longer. Of more than 256 ranks, neighbours share a column."""
+    """Draws phases down, ranks across, the darker the longer. Of more than 256 ranks, neighbours share a column, which
+    shows the longest time of any of them.
+    """
     columns = rank_rows(ranks, phases, _MAX_COLUMNS)
     width = (WIDTH - _LEFT) / len(columns)
     height = _CELL_HEIGHT * len(phases) + _AXIS_HEIGHT
