@@ -7,10 +7,11 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal
 
 from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.runtime.integers import integer_of
 
 _UNCATCHABLE = {"SIGKILL", "SIGSTOP"}
 _SAVE_EXAMPLE = "such as bcp.save_policies.EverySteps(500)"
@@ -114,7 +115,7 @@ def _is_place(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, SupportsIndex) and not isinstance(value, bool) and index(value) >= 1
+    return (integer_of(value) or 0) >= 1
 
 
 def _check(name: str, value: object, is_valid: bool, takes: str) -> None:  # noqa: FBT001 - the outcome of a check

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Collection, Iterable
-from contextlib import suppress
 from dataclasses import MISSING, fields
 from operator import index
 from typing import Any, SupportsIndex, TypeAlias
+
+from bytecheckpoint.runtime.integers import integer_of
 
 GivenSteps: TypeAlias = int | Iterable[int]
 
@@ -51,11 +52,10 @@ def check_integer(policy: object, field: str, value: object, *, minimum: int) ->
     """Returns the value as a plain int; numpy's integers are accepted. Raises ValueError for any other value, and for
     one below `minimum`.
     """
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-        with suppress(TypeError):  # of an array of several numbers, or of no integers
-            if (number := index(value)) >= minimum:
-                return number
-    raise wrong_argument(policy, field, value, f"an integer of at least {minimum}")
+    number = integer_of(value)
+    if number is None or number < minimum:
+        raise wrong_argument(policy, field, value, f"an integer of at least {minimum}")
+    return number
 
 
 def plain_number(value: object) -> float | None:

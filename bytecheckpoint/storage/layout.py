@@ -6,10 +6,8 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import compress, islice
-from operator import index
-from typing import Literal, SupportsIndex
+from typing import Literal
 
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
@@ -22,6 +20,7 @@ from bytecheckpoint.errors import (
     and_more,
 )
 from bytecheckpoint.manifest import Manifest, decode_manifest, open_manifest
+from bytecheckpoint.runtime.integers import integer_of
 from bytecheckpoint.runtime.threads import map_jobs, map_looks
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import (
@@ -61,9 +60,8 @@ def parse_step(name: str) -> int | None:
 
 
 def root_of(path: str | os.PathLike[str], role: str | None) -> str:
-    """Returns the path, or the folder of the role under it.
-
-    Raises CheckpointMismatchError (conflict), which is a ValueError, for a role that is not a folder name.
+    """Returns the path, or the folder of the role under it. Raises CheckpointMismatchError (conflict), which is a
+    ValueError, for a role that is not a folder name.
     """
     root = os.fspath(path)
     if role is None:
@@ -81,11 +79,8 @@ def check_step(step: object) -> int | None:
     """
     if step is None:
         return None
-    number = -1
-    if isinstance(step, SupportsIndex) and not isinstance(step, bool):
-        with suppress(TypeError):  # of an array of several numbers, or of no integers
-            number = index(step)
-    if not 0 <= number < 1 << 63:
+    number = integer_of(step)
+    if number is None or not 0 <= number < 1 << 63:
         what = f"a step is an integer from 0 to 2^63 - 1, or None, not {step!r}; nothing was changed"
         raise CheckpointMismatchError(what, kind="conflict")
     return number
