@@ -8,8 +8,8 @@ from typing import SupportsIndex, cast
 
 
 def integer_of(value: object) -> int | None:
-    """Returns an integer, also one of numpy, as a plain int; None for a bool and for any other value."""
+    """Returns an integer, also one of numpy or a tensor of one, as a plain int; None for a bool and any other value."""
     if not isinstance(value, bool):
-        with suppress(TypeError):  # arrays have __index__, and raise from it unless they are one integer
+        with suppress(TypeError, RuntimeError):  # of arrays, which all have __index__; RuntimeError is of meta tensors
             return index(cast("SupportsIndex", value))
     return None

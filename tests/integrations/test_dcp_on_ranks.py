@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from integrations.dcp_programs import AppState, Run, digest, replicated, same_on_all_ranks, sharded, step, whole
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import bytecheckpoint as bcp
 from bytecheckpoint.integrations import dcp
@@ -108,6 +110,24 @@ def test_tensors_in_tuples_that_differ_are_kept_for_each_rank(tmp_path: Path, wo
     assert workers.run(save_pair, tmp_path, "per_rank", world_size=2) == [{"pair": (rank, 1)} for rank in range(2)]
     for outcome in workers.run_each(save_pair, tmp_path / "refused", "error", world_size=2):
         assert "1 values differ between ranks: pair" in str(outcome.error)
+
+
+def save_pair_with_dtensor(rank: int, world_size: int, path: Path) -> str:
+    mesh = init_device_mesh("cpu", (world_size,))
+    in_parts = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        dcp.save({"pair": (torch.tensor(rank), in_parts)}, checkpoint_id=path)
+    return "".join(str(each.message) for each in warned)
+
+
+def test_a_tuple_with_a_dtensor_is_saved_with_a_warning_of_tensors_that_differ(
+    tmp_path: Path, workers: WorkerPool
+) -> None:
+    """A RankLocal, which would keep them, takes no DTensor."""
+    assert "have different values: pair.0" in workers.run(save_pair_with_dtensor, tmp_path, world_size=2)[0]
+    with bcp.open(tmp_path) as checkpoint:
+        assert checkpoint["pair.1"][...].tolist() == [0, 1, 2, 3]
 
 
 def test_a_rank_of_which_nothing_was_saved_is_told_so(tmp_path: Path, workers: WorkerPool) -> None:

@@ -82,8 +82,11 @@ class _Values:
                 self._plain[fqn] = f"{leaf.dtype} {list(leaf.shape)}".encode()
                 self._tensors[fqn] = leaf
             return
+        inside: list[torch.Tensor] = []  # a tuple is one leaf
         try:
-            self._plain[fqn] = encode_plain(leaf, fqn, _content_if_compared)
+            self._plain[fqn] = encode_plain(leaf, fqn, lambda _name, tensor: inside.append(tensor))
+            if inside and PLAIN_TENSORS.issuperset(map(type, inside)):  # a DTensor can be in no RankLocal
+                self._plain[fqn] = encode_plain(leaf, fqn, _if_compared)
         except CheckpointSaveError:  # a live object, or a value that the save will refuse by its name
             return
 
@@ -105,8 +108,8 @@ def _is_compared(tensor: torch.Tensor) -> bool:
     return type(tensor) in PLAIN_TENSORS and fits_inline(tensor) and not tensor.is_meta
 
 
-def _content_if_compared(_fqn: str, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Encodes the content of a tensor in a tuple, which is one leaf, if it is compared; of others, the name only."""
+def _if_compared(_fqn: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns the tensor if its content is compared; None for others, of which only the name is."""
     return tensor if _is_compared(tensor) else None
 
 
