@@ -7,10 +7,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 from argparse import Namespace
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -126,6 +127,14 @@ def advice_for(value: Any) -> str:
                 "place of shuffle=True, or take torchdata's StatefulDataLoader, and save "
                 "bytecheckpoint.DataLoaderState(value, rank=..., size=...): see docs/data.md"
             )
+        case np.random.Generator():
+            return "save bytecheckpoint.RankLocal(value), or save value.bit_generator.state and assign it"
+        case Random():
+            return "save bytecheckpoint.RankLocal(value), or save value.getstate() and give it to value.setstate()"
+        case deque():
+            return "save list(value), and make it anew from the list that a load fills"
+        case tuple() if hasattr(value, "_asdict"):
+            return "save value._asdict(), and make it anew from the dict that a load fills"
         case torch.device():
             return "save str(value)"
         case defaultdict():

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import enum
+import random
 import types
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from msgspec.msgpack import Ext
@@ -96,6 +98,11 @@ class Settings:
     lr: float = 0.1
 
 
+class Place(NamedTuple):
+    host: int
+    rank: int
+
+
 class OfItsOwn(set):
     pass
 
@@ -106,6 +113,10 @@ REFUSED = [
     (Settings(), "save dataclasses.asdict(value)"),
     (Colour.RED, "save value.name"),
     (torch.Generator(), "save value.get_state()"),
+    (np.random.default_rng(), "save bytecheckpoint.RankLocal(value)"),
+    (random.Random(), "save bytecheckpoint.RankLocal(value)"),
+    (deque([1]), "save list(value)"),
+    (Place(1, 2), "save value._asdict()"),
     (torch.device("cpu"), "save str(value)"),
     (defaultdict(int), "save dict(value)"),
     ({(1, 2)}, "save a list"),
