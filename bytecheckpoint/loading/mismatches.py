@@ -222,7 +222,9 @@ def _unused_text(rule: UnusedRule, stored: CheckpointView) -> str:
     wanted = rule.rule if rule.option != "key_map" else rule.rule.strip("()'\"").split("'")[0]
     text = f"{rule} matches nothing in the checkpoint"
     if wanted in around:
-        return f"{text}, which has names below it, as {min(name for name in names if name.startswith(f'{wanted}.'))}"
+        below = min(name for name in names if name.startswith(f"{wanted}."))
+        advice = "" if rule.option == "key_map" else f": {wanted + '.*'!r} matches them"
+        return f"{text}, which has names below it, as {below}{advice}"
     candidates = sorted(names | around, key=len)[:_NUM_MATCHED]
     near = get_close_matches(wanted.rstrip(".*"), candidates, n=1, cutoff=0.5)
     return f"{text} (near: {near[0]})" if near else text
