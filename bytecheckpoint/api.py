@@ -17,7 +17,7 @@ from bytecheckpoint.distributed.ranks import Subject, join_ranks, together
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, wanted_step
 from bytecheckpoint.memory_tier.part_of_save import replicas_of, slots_for
-from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.phases import run_load, run_resume, run_save
 from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.saving.global_plan import exchange_plans, make_local_plan
@@ -27,6 +27,7 @@ from bytecheckpoint.saving.prepare import allocate
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.layout import check_step, root_of
 from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.paths import path_text
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -91,7 +92,7 @@ def save(
         role=role,
         metadata=metadata,
         storage_options=storage_options,
-        options=options or SaveOptions(),
+        options=given_or_default(options, SaveOptions),
         owner=None,
         to=to,
     )
@@ -116,7 +117,7 @@ def warm_up(
     `path` is needed for `options.memory` only; the other arguments are as for `save`. Raises CheckpointMismatchError
     and CheckpointSaveError like `save`, and the error of an earlier asynchronous save that the caller has not seen.
     """
-    options, process = options or SaveOptions(), process_state()
+    options, process = given_or_default(options, SaveOptions), process_state()
     wait_until_numbered()
     about = Subject("(nowhere: warm_up)", None, is_save=True, call="warm_up")
     ranks = join_ranks(process_group, options.timeout_s, about=about)
@@ -202,7 +203,7 @@ def load(
         process_group=process_group,
         role=role,
         storage_options=storage_options,
-        options=options or LoadOptions(),
+        options=given_or_default(options, LoadOptions),
         ignored=(),
     )
 
@@ -251,7 +252,7 @@ def resume(
         state,
         framework,
         options=options,
-        load_options=load_options or LoadOptions(),
+        load_options=given_or_default(load_options, LoadOptions),
         strict=strict,
         key_map=key_map,
         include=include,
@@ -276,8 +277,8 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
     Raises CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError or StorageError, and
     CheckpointMismatchError if the path is a checkpoint and a root of steps and `step` does not select one.
     """
-    target = LoadTarget(os.fspath(path), wanted_step(step), storage_options)
-    source = open_alone(target, options or LoadOptions())
+    target = LoadTarget(path_text(path), wanted_step(step), storage_options)
+    source = open_alone(target, given_or_default(options, LoadOptions))
     return Checkpoint(source, source.path)
 
 

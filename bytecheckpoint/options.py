@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from bytecheckpoint.manifest.frames import CODECS
 from bytecheckpoint.runtime.progress import Progress
 
 _MiB = 1 << 20
+_Options = TypeVar("_Options")
 
 SNAPSHOTS = ("auto", "copy", "lazy")
 DIRECT = ("auto", "off")
@@ -237,6 +238,19 @@ class LoadOptions:
         _check_bool("LoadOptions", "follow_links", self.follow_links)
         _check_at_least("LoadOptions", "scratch_bytes", self.scratch_bytes, MIN_SCRATCH_BYTES)
         _check_positive("LoadOptions", "timeout_s", self.timeout_s)
+
+
+def given_or_default(options: object, kind: type[_Options]) -> _Options:
+    """Returns the options, or the defaults for None. Raises TypeError for anything that is not of this kind."""
+    if options is None:
+        return kind()
+    if not isinstance(options, kind):
+        name = kind.__name__
+        raise TypeError(
+            f"options takes {name}, not a value of type {type(options).__name__}; nothing was done: pass "
+            f"bcp.{name}(...)"
+        )
+    return options
 
 
 def _check_memory(value: object, codec: object) -> None:

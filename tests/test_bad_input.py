@@ -262,6 +262,12 @@ def test_a_framework_that_is_not_known(tmp_path: Path, call: Any, framework: str
     assert not (tmp_path / "new").exists()
 
 
+def test_a_step_passed_without_its_name_is_told_as_such(tmp_path: Path) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match="pass step=100 by its name"):
+        bcp.save(tmp_path, state(), 100)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "bad", [[1, 2], mlp(), torch.ones(1), None, "model"], ids=["list", "module", "tensor", "none", "str"]
 )
@@ -272,6 +278,36 @@ def test_a_state_that_is_no_dict(tmp_path: Path, call: Any, bad: Any) -> None:
         call(tmp_path / "there" if call is bcp.load else tmp_path / "new", bad)
     assert error.value.kind == "unsupported_value"
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("call", [bcp.save, bcp.load])
+def test_the_state_passed_before_the_path_is_told_as_such(tmp_path: Path, call: Any) -> None:
+    with pytest.raises(TypeError, match=r"path takes a str.* of type dict; .* the path is the first argument"):
+        call(state(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", [bcp.save, bcp.load, bcp.open, bcp.latest], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("path", [None, b"/tmp/bytes", 7], ids=repr)
+def test_a_path_of_another_type_is_refused(call: Any, path: Any) -> None:
+    arguments = (path, state()) if call in {bcp.save, bcp.load} else (path,)
+    with pytest.raises(TypeError, match=rf"path takes a str .* of type {type(path).__name__}\b"):
+        call(*arguments)
+
+
+@pytest.mark.parametrize(
+    "options", [{"timeout_s": 3.0}, bcp.LoadOptions(), bcp.SaveOptions], ids=["dict", "load", "class"]
+)
+def test_options_of_another_type_are_refused(tmp_path: Path, options: Any) -> None:
+    with pytest.raises(TypeError, match=r"options takes SaveOptions, .*: pass bcp\.SaveOptions\("):
+        bcp.save(tmp_path, state(), options=options)
+    assert list(tmp_path.iterdir()) == []
+    for call in (
+        lambda: bcp.load(tmp_path, state(), options=bcp.SaveOptions()),
+        lambda: bcp.open(tmp_path, options={}),
+    ):
+        with pytest.raises(TypeError, match="options takes LoadOptions"):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from bytecheckpoint.errors import CheckpointMismatchError, StorageError
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.paths import join_name, path_text
 from bytecheckpoint.storage.store import Store
 
 __all__ = ["is_remote", "join_name", "open_store"]
@@ -38,7 +38,7 @@ def open_store(
     for an empty path, a URL that lost a slash, a URL of S3 with a query, and a URL that no installed backend serves;
     (unavailable) for storage options that the backend does not accept.
     """
-    location = expand_home(os.fspath(path))
+    location = expand_home(path_text(path))
     if not location:
         raise StorageError("the path is empty; give a folder or a URL", kind="unsupported", path="")
     local = _LOCAL_URL.sub("", location)

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import os
+
 from bytecheckpoint.errors import UnsafeCheckpointError
 from bytecheckpoint.manifest.validation import UNSAFE_NAME
 
 TEMPORARY_PREFIX = ".tmp-"
 """Start of the last part of a name that is still being written; no listing shows it."""
+
+
+def path_text(path: object) -> str:
+    """Returns a path or a URL as text. Raises TypeError for what is neither, and for bytes."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise TypeError(
+            f"path takes a str or an os.PathLike, not a value of type {type(path).__name__}; nothing was done: the "
+            "path is the first argument, the state the second"
+        )
+    return text
 
 
 def join_name(*parts: str) -> str:

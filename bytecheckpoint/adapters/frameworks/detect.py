@@ -19,6 +19,7 @@ from bytecheckpoint.adapters.torch_types import (
     ShardedTensor,
 )
 from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.runtime.integers import integer_of
 
 Framework = Literal["auto", "ddp", "fsdp", "fsdp2", "dtensor", "megatron", "deepspeed", "vescale"]
 """Values of `framework`. Those without adapters of their own are read by those of torch's modules and optimizers."""
@@ -29,10 +30,11 @@ FRAMEWORKS: tuple[str, ...] = get_args(Framework)
 def check_known(framework: object) -> None:
     """Raises CheckpointMismatchError (conflict) for a framework that is not in FRAMEWORKS."""
     if framework not in FRAMEWORKS:
+        advice = (
+            f"one of {', '.join(FRAMEWORKS)}" if integer_of(framework) is None else f"step={framework!r} by its name"
+        )
         raise CheckpointMismatchError(
-            f"framework={framework!r} is not known to this release; nothing was changed: pass one of "
-            f"{', '.join(FRAMEWORKS)}",
-            kind="conflict",
+            f"framework={framework!r} is not known to this release; nothing was changed: pass {advice}", kind="conflict"
         )
 
 
