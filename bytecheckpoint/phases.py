@@ -58,7 +58,6 @@ from bytecheckpoint.saving.upload import write_upload_and_commit
 from bytecheckpoint.staging.memory_slots import MemoryPart, generation_of
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.layout import check_step, root_of
-from bytecheckpoint.storage.paths import path_text
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -84,12 +83,11 @@ def run_save(
     """Does what `api.save` promises. `owner` is the owner of the root, or None if the root has none. `make_metadata`
     returns the metadata in place of `metadata`; an error that it raises on one rank is raised by all.
     """
-    path = path_text(path)
     timer, process = PhaseTimer(), process_state()
     wait_until_numbered()
-    options, only_memory = where_to(to, options, path)
+    options, only_memory = where_to(to, options, str(path))
     kind = kind_of_snapshot(options, async_save=async_save)
-    about = Subject(showable_url(path), step if isinstance(step, int) else None, is_save=True)
+    about = Subject(_shown(path), step if isinstance(step, int) else None, is_save=True)
     # The number of this call takes a thread, which would compete with training: a lazy save asks for it later.
     ranks = join_ranks(process_group, options.timeout_s, about=about, enters_later=kind == "lazy")
     call = SaveCall(ranks, about, timer)
@@ -125,6 +123,11 @@ def run_save(
         if not (async_save and process.saves.run_in_background(prepared, finish, slot)):
             process.saves.run_now(prepared.progress, finish, slot, raises=not async_save)
     return SaveHandle(prepared.progress)
+
+
+def _shown(path: object) -> str:
+    """Returns a path or a URL for messages; for anything else, which will be refused, its type."""
+    return showable_url(str(path)) if isinstance(path, (str, os.PathLike)) else f"a {type(path).__name__}"
 
 
 class _SavePlace(NamedTuple):
@@ -196,10 +199,10 @@ def run_load(
     """Does what `api.load` promises, and with `strict` lets problems of the `ignored` kinds pass into the report.
     `opened` returns the checkpoint, if it is not to be looked for at the path.
     """
-    started, path = time.monotonic(), path_text(path)
+    started = time.monotonic()
     wait_until_numbered()
     wait_until_staged()  # a lazy save may still read the state that this load will change
-    about = Subject(showable_url(path), step if isinstance(step, int) else None, is_save=False)
+    about = Subject(_shown(path), step if isinstance(step, int) else None, is_save=False)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for the checkpoint in {about.path}", about=about):
         target = LoadTarget(root_of(path, role), wanted_step(step), storage_options)

@@ -4,6 +4,8 @@ another call. Makes the errors about such ranks. Of a message it reads only the 
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 
 from bytecheckpoint.distributed.blocks import COORDINATOR, RankBlocks, block_key, up_key
@@ -12,6 +14,10 @@ from bytecheckpoint.distributed.liveness.peer_watch import PeerWatch
 from bytecheckpoint.distributed.waiting import CallStore
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
 
+logger = logging.getLogger("bytecheckpoint")
+
+LATE_S = 30.0
+"""Time after which the log names the ranks that have not made a call. Steps of ranks may differ by seconds."""
 _END_OF_CALL = b"\0"
 """Ends the name of the call, with which the first message of each rank begins."""
 
@@ -20,13 +26,18 @@ class Attendance:
     """The ranks for which this one waits."""
 
     def __init__(
-        self, blocks: RankBlocks, global_ranks: Sequence[int], timeout_s: float, watch: PeerWatch | None
+        self, blocks: RankBlocks, global_ranks: Sequence[int], call: str, timeout_s: float, watch: PeerWatch | None
     ) -> None:
-        """Without a `watch` a process that has ended is noticed only at the time limit."""
+        """`call` is the name of the call. Without a `watch` a process that has ended is noticed only at the time
+        limit.
+        """
         self._blocks = blocks
         self._global_ranks = global_ranks
+        self._call_name = call
         self._timeout_s = timeout_s
         self._watch = watch
+        self._began = time.monotonic()
+        self._has_warned = False
         self.ended: list[int] = []
         """Ranks without which the call cannot go on, because their processes have ended."""
 
@@ -47,14 +58,29 @@ class Attendance:
 
     def look_for_senders(self, call: CallStore, number: int) -> bool:
         """Returns True if ranks have ended without sending this rank the message with this number; puts them into
-        `ended`.
+        `ended`. On the coordinator, warns once of ranks that are late with their first message.
         """
+        if number == 0 and self._blocks.rank == COORDINATOR and time.monotonic() - self._began > LATE_S:
+            self._warn_of_late(call)
         keys = {
             rank: block_key(number, rank) if rank in self._blocks.leaders else up_key(number, rank)
             for rank in self.ended_among(self._blocks.senders(self._blocks.rank))
         }
         self.ended = [rank for rank, key in keys.items() if not call.is_set(key)]
         return bool(self.ended)
+
+    def _warn_of_late(self, call: CallStore) -> None:
+        late = [] if self._has_warned else self.find_absent(call, 0)
+        self._has_warned = True
+        if late:
+            logger.warning(
+                "%s waits for %s, which did not make this call within %.0f s: all ranks of the process group have to "
+                "make it. It fails after %g s (options.timeout_s)",
+                self._call_name,
+                shown_ranks([self._global_ranks[rank] for rank in late]),
+                LATE_S,
+                self._timeout_s,
+            )
 
     def has_coordinator_ended(self) -> bool:
         """Returns True if the coordinator's process has ended. Only leaders and the ranks of the coordinator's own

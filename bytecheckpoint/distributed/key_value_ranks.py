@@ -97,7 +97,7 @@ class GroupRanks:
         self._enter = enter
         self._entered: CallStore | None = None
         self._blocks = RankBlocks(rank, self.num_ranks, block_ranks)
-        self._attendance = Attendance(self._blocks, global_ranks, timeout_s, watch)
+        self._attendance = Attendance(self._blocks, global_ranks, call, timeout_s, watch)
         self._timeout_s = timeout_s
         self._reply_timeout_s = timeout_s + min(timeout_s, MAX_GRACE_S)
         self._num_up = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from bytecheckpoint.errors import UnsafeCheckpointError
+from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
 from bytecheckpoint.manifest.validation import UNSAFE_NAME
 
 TEMPORARY_PREFIX = ".tmp-"
@@ -12,12 +12,15 @@ TEMPORARY_PREFIX = ".tmp-"
 
 
 def path_text(path: object) -> str:
-    """Returns a path or a URL as text. Raises TypeError for what is neither, and for bytes."""
+    """Returns a path or a URL as text. Raises CheckpointMismatchError (conflict), which is a ValueError, for what is
+    neither, and for bytes.
+    """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str):
-        raise TypeError(
+        raise CheckpointMismatchError(
             f"path takes a str or an os.PathLike, not a value of type {type(path).__name__}; nothing was done: the "
-            "path is the first argument, the state the second"
+            "path is the first argument, the state the second",
+            kind="conflict",
         )
     return text
 

@@ -19,6 +19,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from bytecheckpoint.adapters.expectation import EntryContents
 from bytecheckpoint.adapters.shards import LocalShard
+from bytecheckpoint.distributed import attendance
 from bytecheckpoint.distributed import key_value_ranks as key_value_ranks_module
 from bytecheckpoint.distributed.failures import decode_failure, encode_failure, merge_errors
 from bytecheckpoint.distributed.key_value_ranks import GroupRanks
@@ -312,6 +313,30 @@ def test_a_rank_that_never_comes_is_named_by_its_global_rank() -> None:
     first, _, third = on_all(one_stays_away, timeout_s=1.0)
     assert (str(first), first.kind, first.ranks) == (str(third), third.kind, third.ranks)
     assert (type(first), first.kind, first.ranks) == (CheckpointSaveError, "rank_missing", (5,))
+
+
+def test_a_rank_that_is_late_is_named_in_the_log_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attendance, "LATE_S", 0.1)
+
+    def warnings() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "did not make this call" in record.getMessage()]
+
+    def one_is_late(ranks: Ranks) -> Any:
+        if ranks.rank == 1:
+            deadline = time.monotonic() + 60
+            while not warnings() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.6)  # the others look twice more
+        ranks.gather(b"")
+        return ranks.broadcast(b"fine")
+
+    with caplog.at_level("WARNING", logger="bytecheckpoint"):
+        assert on_all(one_is_late, timeout_s=100.0) == [b"fine"] * 3
+    (text,) = warnings()
+    assert text.startswith("save waits for rank 5, which did not make this call")
+    assert "100 s" in text
 
 
 def test_a_coordinator_that_never_comes_is_named() -> None:
