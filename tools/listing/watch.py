@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import click
 
-from bytecheckpoint.errors import CheckpointSaveError, StorageError
-from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint
+from bytecheckpoint.errors import CheckpointNotFoundError, CheckpointSaveError, StorageError
+from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, Opening, find_checkpoint
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.store import Store
 
@@ -59,7 +59,7 @@ def watch(*, root: str, interval_s: float, once: bool, access: AccessOptions, as
             with_timings(store, commit.checkpoint, is_replacement=commit.is_replacement) for commit in commits.look()
         ]
         if not found:
-            find_checkpoint(root, "latest", Opening(access.storage_options))  # raises with what is there instead
+            _refuse_foreign(find_checkpoint(root, "latest", Opening(access.storage_options)))  # or raises what is there
         if as_json:
             print_json({"root": str(store), "checkpoints": found})
         else:
@@ -73,6 +73,12 @@ def watch(*, root: str, interval_s: float, once: bool, access: AccessOptions, as
         _watch(store, commits, interval_s=interval_s, as_json=as_json)
     except KeyboardInterrupt:  # the usual way to end this command, so no error is printed
         return exit_codes.INTERRUPTED
+
+
+def _refuse_foreign(found: FoundCheckpoint) -> None:
+    if found.foreign is not None:
+        what = f"{found.path} is a checkpoint of {found.foreign.format}: only those that this library saves are watched"
+        raise CheckpointNotFoundError(f"{what}; `bcp ls` lists the others", kind="not_found", path=found.path)
 
 
 def _watch(store: Store, commits: CommitWatch, *, interval_s: float, as_json: bool) -> NoReturn:
