@@ -590,6 +590,17 @@ def test_the_code_is_right_and_safe_for_names_with_any_character(tmp_path: Path,
     assert all(f"    {line}\n" in printed for code in found for line in code["lines"])
 
 
+def test_values_whose_names_are_no_variables_are_read_all_the_same(tmp_path: Path, call: Any) -> None:
+    torch.save({"values": 1, "x\u00b2": 2, "bcp": 3}, tmp_path / "x.pt")
+    (code,) = call("doctor", "--checkpoint", tmp_path / "x.pt", "--json").json["code"]
+    found = run(code, {})
+    assert {name: found[name] for name in ("value_values", "x", "value_bcp")} == {
+        "value_values": 1,
+        "x": 2,
+        "value_bcp": 3,
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "literal"),
     [

@@ -23,6 +23,8 @@ _VARIABLES: Mapping[Kind, str] = {
     "grad scaler": "scaler",
     "data": "loader",
 }
+_TAKEN = frozenset({"bcp", "values"})
+"""Variables that the lines use themselves."""
 _ONLY_READ: frozenset[Kind] = frozenset({"tensors", "values", "values of ranks"})
 
 
@@ -119,8 +121,9 @@ def _list_of(name: str) -> str:
 
 
 def _identifier(name: str, otherwise: str) -> str:
-    found = re.sub(r"\W+", "_", name).strip("_")
-    return found if found.isidentifier() and not keyword.iskeyword(found) else f"{otherwise}_{found}"
+    found = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
+    is_free = found.isidentifier() and not keyword.iskeyword(found) and found not in _TAKEN
+    return found if is_free else f"{otherwise}_{found}"
 
 
 def _load(does: str, items: Sequence[_StateEntry], call: LoadCall, *more: str) -> LoadCode:
