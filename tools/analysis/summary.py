@@ -118,7 +118,7 @@ class ManifestSummary:
 
     @cached_property
     def dtypes(self) -> list[TensorTotals]:
-        """Totals by dtype, the largest first."""
+        """Totals by dtype, most bytes first."""
         columns = self._manifest.table.columns
         totals = self._totals(list(map(columns.dtype_names.__getitem__, columns.dtypes.tolist())))
         return sorted(totals, key=lambda total: (-total.num_bytes, total.name))

@@ -14,6 +14,7 @@ from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.open_store import is_plain_path
+from bytecheckpoint.storage.paths import join_name
 
 from ..checkpoint_list import list_checkpoints
 from .entries import Part
@@ -143,7 +144,7 @@ def _other_steps(found: FoundCheckpoint) -> list[Neighbour]:
     committed = set(layout.committed_steps(found.store))
     steps = {step: name for name in found.store.list("") if (step := layout.parse_step(name)) is not None}
     return [
-        Neighbour(path=f"{found.store}/{name}", format=OWN_FORMAT, step=step, committed=step in committed)
+        Neighbour(path=join_name(str(found.store), name), format=OWN_FORMAT, step=step, committed=step in committed)
         for step, name in sorted(steps.items(), reverse=True)
         if name != found.folder
     ]
