@@ -431,6 +431,16 @@ def test_values_of_ranks_are_read_by_their_code(tmp_path: Path, call: Any) -> No
     assert torch.equal(found["tree"]["limit"], torch.ones(2))
 
 
+def test_large_tensors_of_ranks_are_no_model(tmp_path: Path, call: Any) -> None:
+    large = torch.ones(20_000)
+    bcp.save(tmp_path, {"alone": bcp.RankLocal(large), "nested": bcp.RankLocal({"weight": large}), "x": torch.ones(2)})
+    found = call("doctor", "--checkpoint", tmp_path, "--json").json
+    parts = {part["name"]: (part["kind"], part["num_bytes"]) for part in found["parts"]}
+    of_ranks = ("values of ranks", large.nbytes)
+    assert parts == {"alone": of_ranks, "nested": of_ranks, "x": ("tensors", 8)}
+    assert not any(code["needs"] for code in found["code"])
+
+
 def test_weights_of_zero_load_into_a_model_and_a_torch_optimizer(tmp_path: Path, call: Any, classes: Any) -> None:
     deepspeed.write_shared(tmp_path / "global_step7", 3, classes)
     found = call("doctor", "--checkpoint", tmp_path / "global_step7", "--json").json

@@ -39,25 +39,32 @@ _GENERATOR_BYTES = 5056
 
 def find_parts(manifest: Manifest) -> list[Part]:
     """Returns the parts of a checkpoint, models first, plain values last. Raises the errors of decoding plain data."""
-    from bytecheckpoint.adapters.plain.plain_data import decode_plain  # noqa: PLC0415 - it needs torch
+    from bytecheckpoint.adapters.plain.plain_data import decode_plain, without_content  # noqa: PLC0415 - it needs torch
 
     trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items() if not is_extra_state(fqn)}
-    below: dict[str, list[TensorEntry]] = {fqn: [] for fqn in trees}
+    by_rank = manifest.rank_objects
+    below: dict[str, list[TensorEntry]] = {fqn: [] for fqn in (*trees, *by_rank)}
     bare: list[TensorEntry] = []
     for tensor in ManifestSummary(manifest).tensors:
-        tree = _tree_of(tensor.fqn, trees)
+        name = without_content(tensor.fqn)
+        tree = _tree_of(name, trees if name == tensor.fqn else below)
         (bare if tree is None else below[tree]).append(tensor)
     if is_scheduler(trees) and not bare:
         return [Part(name="", kind="scheduler", holds=scheduler_text(trees), into="the scheduler")]
     found = _bare_parts(bare, manifest, trees)
     found += [_with_tensors(entry_part(fqn, tree, manifest), below[fqn]) for fqn, tree in trees.items()]
-    found += [rank_part(fqn, decode_plain(next(iter(data.values())))) for fqn, data in manifest.rank_objects.items()]
+    found += [
+        _with_tensors(rank_part(fqn, decode_plain(next(iter(data.values())))), below[fqn])
+        for fqn, data in by_rank.items()
+    ]
     order = get_args(Kind)
     return sorted(found, key=lambda part: order.index(part.kind))
 
 
 def _tree_of(fqn: str, trees: Mapping[str, Any]) -> str | None:
-    """Returns the name of the entry of plain data that a tensor belongs to; None if it belongs to none."""
+    """Returns the name of the entry of plain data or values of ranks that a tensor belongs to; None if it belongs to
+    none.
+    """
     name = fqn
     while name and name not in trees:
         name = name.rpartition(".")[0]
