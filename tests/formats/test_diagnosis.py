@@ -302,6 +302,30 @@ def own_checkpoint_of_two_models_and_their_optimizer(folder: Path) -> Case:
     return Case(folder / "x", saved, new, "this library", kinds=kinds)
 
 
+def own_checkpoint_of_models_with_other_names(folder: Path) -> Case:
+    def new(seed: int = 8) -> Names:
+        backbone, top = network(seed), network(seed + 1)
+        return {
+            "backbone": backbone,
+            "top": top,
+            "optimizer": torch.optim.AdamW([*top.parameters(), *backbone.parameters()]),
+        }
+
+    saved = new(1)
+    sum(parameter.sum() for group in saved["optimizer"].param_groups for parameter in group["params"]).backward()
+    saved["optimizer"].step()
+    bcp.save(folder / "x", saved)
+    kinds = {"backbone": "model", "top": "model", "optimizer": "optimizer"}
+    return Case(folder / "x", saved, new, "this library", kinds=kinds)
+
+
+def own_checkpoint_of_one_model_with_another_name(folder: Path) -> Case:
+    saved = trained(1)
+    del saved["scheduler"]
+    bcp.save(folder / "x", {"net": saved["model"], "optimizer": saved["optimizer"]})
+    return Case(folder / "x", saved, writer="this library", kinds={"net": "model"})
+
+
 def own_checkpoint_without_names(folder: Path) -> Case:
     saved = {"model": trainer.Net(1)}
     bcp.save(folder / "x", saved["model"].body.state_dict())
@@ -339,6 +363,8 @@ CASES = [
     own_checkpoint,
     own_checkpoint_of_several_models,
     own_checkpoint_of_two_models_and_their_optimizer,
+    own_checkpoint_of_models_with_other_names,
+    own_checkpoint_of_one_model_with_another_name,
     own_checkpoint_without_names,
     converted_checkpoint,
 ]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from bytecheckpoint.errors import and_more
-from bytecheckpoint.info import OWN_FORMAT
+from bytecheckpoint.info import INTEGRATION, OWN_FORMAT
 from bytecheckpoint.manifest import Manifest
 
 from ..summary import ManifestSummary, TensorEntry
@@ -96,7 +96,7 @@ def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mappi
         "." in tensor.fqn or tensor.fqn in USUAL_NAMES for members in groups.values() for tensor in members
     )
     top = [tensor for members in groups.values() for tensor in members if "." not in tensor.fqn]
-    is_named = (manifest.foreign_format or OWN_FORMAT) in _NAMED_BY_READER and _are_named(groups, trees)
+    is_named = (manifest.foreign_format or OWN_FORMAT) in _NAMED_BY_READER and _are_named(groups, trees, manifest)
     lone = [tensor for tensor in top if is_named or not has_modules or _is_lone(tensor, trees)]
     groups = {
         name: others
@@ -178,7 +178,7 @@ def _unknown_optimizer(fqn: str) -> Part:
     )
 
 
-def _are_named(groups: Mapping[str, Sequence[TensorEntry]], trees: Mapping[str, Any]) -> bool:
+def _are_named(groups: Mapping[str, Sequence[TensorEntry]], trees: Mapping[str, Any], manifest: Manifest) -> bool:
     """Returns True if the first parts of these names name models, not modules of one model. Names of parameters in an
     optimizer decide; without these, words such as `model`, or that there is only one module.
     """
@@ -189,11 +189,18 @@ def _are_named(groups: Mapping[str, Sequence[TensorEntry]], trees: Mapping[str, 
             if trained and any(f"{group}.{trained[0]}" in names for group in groups):
                 return True
             if trained and trained[0] in names:
-                return False
+                # A save names the parameters of each module that is not `model` by FQN. So do the state_dicts of one
+                # model that a conversion or an integration has at the top.
+                is_module = "." in trained[0] and not trained[0].partition(".")[0].isdecimal()
+                return is_module and not manifest.foreign_format and _is_of_live_objects(manifest)
     if any(map(MODEL_NAMES.match, groups)):
         return True
     modules = [name for name, members in groups.items() if any("." in tensor.fqn for tensor in members)]
     return len(modules) == 1 and not modules[0].isdecimal() and not groups.keys() & USUAL_NAMES
+
+
+def _is_of_live_objects(manifest: Manifest) -> bool:
+    return "converted_from" not in manifest.provenance and INTEGRATION not in manifest.metadata
 
 
 def _model(name: str, tensors: Iterable[TensorEntry]) -> Part:
