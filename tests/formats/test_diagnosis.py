@@ -653,6 +653,14 @@ def test_a_literal_has_the_quotes_that_formatters_choose(text: str, literal: str
     assert ast.literal_eval(literal) == text
 
 
+def test_the_code_needs_the_storage_options_that_were_given(call: Any) -> None:
+    bcp.save("memory://with_options/run", {"model": network(1), "epoch": 3})
+    arguments = ("doctor", "--checkpoint", "memory://with_options/run", "--storage-option", "use_listings_cache=false")
+    codes = call(*arguments, "--json").json["code"]
+    assert [code["needs"] for code in codes] == [["model", "storage_options"], ["storage_options"]]
+    assert "with your model and storage_options:" in call(*arguments).out
+
+
 def test_no_credentials_of_a_url_are_shown(call: Any) -> None:
     url = "memory://name:secret@diagnosed/run"
     bcp.save(url, trained(1))

@@ -105,7 +105,8 @@ def _checkpoint(
     values = _top_values(manifest)
     step = step_of(manifest, values)
     step = step_in_name(manifest, shown) if step is None else step
-    arguments = ["storage_options=storage_options"] if storage_options else []
+    needs = ["storage_options"] if storage_options else []
+    arguments = [f"{name}={name}" for name in needs]
     arguments += ["options=bcp.LoadOptions(follow_links=True)"] if manifest.linked_to else []
     return CheckpointDiagnosis(
         path=found.path,
@@ -116,7 +117,7 @@ def _checkpoint(
         num_bytes=info.num_bytes,
         num_files=len(manifest.files),
         parts=parts,
-        code=[*resume_code(manifest, shown, step), *load_codes(parts, LoadCall(shown, arguments))],
+        code=[*resume_code(manifest, shown, step), *load_codes(parts, LoadCall(shown, arguments, needs))],
         convert=_convert(shown, manifest),
         left_out=manifest.metadata.get("left_out") if manifest.foreign_format else None,
         neighbours=_other_steps(found),

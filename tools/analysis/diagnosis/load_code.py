@@ -23,8 +23,8 @@ _VARIABLES: Mapping[Kind, str] = {
     "grad scaler": "scaler",
     "data": "loader",
 }
-_TAKEN = frozenset({"bcp", "values"})
-"""Variables that the lines use themselves."""
+_TAKEN = frozenset({"bcp", "torch", "storage_options", "values"})
+"""Names that the lines use themselves."""
 _ONLY_READ: frozenset[Kind] = frozenset({"tensors", "values", "values of ranks"})
 
 
@@ -34,8 +34,8 @@ class LoadCode(NamedTuple):
     does: str
     """What they do, such as `load the model alone`."""
     needs: Sequence[str]
-    """Names that must have a value: live objects and, for data, `dp_rank` and `dp_size`; or only `options`, for a line
-    of a command's options."""
+    """Names that must have a value: live objects, for data `dp_rank` and `dp_size`, and `storage_options` where they
+    were given; or only `options`, for a line of a command's options."""
     lines: Sequence[str]
     imports: Sequence[str] = ("import bytecheckpoint as bcp",)
 
@@ -45,6 +45,8 @@ class LoadCall(NamedTuple):
 
     path: str
     arguments: Sequence[str]
+    needs: Sequence[str]
+    """Names in these arguments that must have a value."""
 
     def lines(self, start: str, *arguments: str, end: str = ")") -> list[str]:
         """Returns a call that begins with `start`, in one line or with a line for each argument."""
@@ -79,7 +81,7 @@ def load_codes(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
     codes += [_load_inner_model(item.part, call) for item in together if item.part.model_inside]
     codes += [*_set_generators(parts, call), *_read_values(parts, call), *_read_trees(parts, call)]
     codes += _read_values_of_ranks(parts, call)
-    return codes
+    return [code._replace(needs=[*code.needs, *call.needs]) for code in codes]
 
 
 def _purpose(item: _StateEntry) -> str:
