@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_files
+import msgspec
 import pytest
 import test_dcp_nested as groups
 import test_deepspeed_folders as deepspeed
@@ -27,6 +28,8 @@ from test_deepspeed_folders import classes
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.data.stream_wire import MARK
+from bytecheckpoint.manifest import Manifest, encode_manifest
 from bytecheckpoint.tools.analysis.diagnosis.load_code import quoted
 
 __all__ = ["call", "classes"]
@@ -651,6 +654,21 @@ def test_values_whose_names_are_no_variables_are_read_all_the_same(tmp_path: Pat
 def test_a_literal_has_the_quotes_that_formatters_choose(text: str, literal: str) -> None:
     assert quoted(text) == literal
     assert ast.literal_eval(literal) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ({"state": {}, "groups": {"a": {"params": 5}}}, "values"),
+        ({"state": {}, "groups": {"a": {"params": {"x": None}}}}, "optimizer"),
+        ({MARK: 1, "size": "many"}, "data"),
+    ],
+)
+def test_a_value_of_almost_the_form_of_another_ends_no_report(tmp_path: Path, call: Any, value: Any, kind: str) -> None:
+    manifest = Manifest(save_id="abc", step=None, files=[], tensors={}, objects={"x": msgspec.msgpack.encode(value)})
+    (tmp_path / "manifest.bcp").write_bytes(encode_manifest(manifest))
+    (part,) = call("doctor", "--checkpoint", tmp_path, "--json").json["parts"]
+    assert part["kind"] == kind
 
 
 def test_the_code_needs_the_storage_options_that_were_given(call: Any) -> None:

@@ -91,8 +91,9 @@ def entry_part(fqn: str, tree: Any, manifest: Manifest) -> Part:
     part = Part(name=fqn, kind="values", holds=_value_text(tree), into="a value under this name")
     refs = _tensor_fqns(tree)
     if has_mark(manifest.objects[fqn]):
-        size = count_text(tree.get("size", 0), "data-parallel rank") if isinstance(tree, dict) else "ranks"
-        return replace(part, kind="data", holds=f"a data loader of {size}", into="a bcp.DataLoaderState")
+        size = tree.get("size") if isinstance(tree, dict) else None
+        of = count_text(size, "data-parallel rank") if type(size) is int else "ranks"
+        return replace(part, kind="data", holds=f"a data loader of {of}", into="a bcp.DataLoaderState")
     if is_optimizer(tree):
         return _optimizer(part, tree)
     if RANDOM.search(fqn):
