@@ -329,6 +329,13 @@ def own_checkpoint_of_one_model_with_another_name(folder: Path) -> Case:
     return Case(folder / "x", saved, writer="this library", kinds={"net": "model"})
 
 
+def own_checkpoint_of_a_dict_in_the_state(folder: Path) -> Case:
+    saved = trained(1)
+    bcp.save(folder / "x", {"train": {**saved, "epoch": 3}})
+    kinds = {"train.model": "model", "train.optimizer": "optimizer", "train.epoch": "values"}
+    return Case(folder / "x", saved, writer="this library", kinds=kinds)
+
+
 def own_checkpoint_without_names(folder: Path) -> Case:
     saved = {"model": trainer.Net(1)}
     bcp.save(folder / "x", saved["model"].body.state_dict())
@@ -368,6 +375,7 @@ CASES = [
     own_checkpoint_of_two_models_and_their_optimizer,
     own_checkpoint_of_models_with_other_names,
     own_checkpoint_of_one_model_with_another_name,
+    own_checkpoint_of_a_dict_in_the_state,
     own_checkpoint_without_names,
     converted_checkpoint,
 ]

@@ -5,7 +5,7 @@ the manifest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -88,14 +88,15 @@ def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mappi
     """Returns the parts that consist of tensors outside of trees: models, with a name or without, then single tensors
     and optimizer state of Megatron.
     """
+    containers = set[str]() if manifest.foreign_format else set(_containers(trees))
     groups: dict[str, list[TensorEntry]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.fqn.partition(".")[0], []).append(tensor)
+        groups.setdefault(_entry_of(tensor.fqn, containers), []).append(tensor)
     states = [groups.pop(name) for name in list(groups) if all(_is_state(each.fqn) for each in groups[name])]
     has_modules = any(
-        "." in tensor.fqn or tensor.fqn in USUAL_NAMES for members in groups.values() for tensor in members
+        tensor.fqn != name or name in USUAL_NAMES for name, members in groups.items() for tensor in members
     )
-    top = [tensor for members in groups.values() for tensor in members if "." not in tensor.fqn]
+    top = [tensor for name, members in groups.items() for tensor in members if tensor.fqn == name]
     is_named = (manifest.foreign_format or OWN_FORMAT) in _NAMED_BY_READER and _are_named(groups, trees, manifest)
     lone = [tensor for tensor in top if is_named or not has_modules or _is_lone(tensor, trees)]
     groups = {
@@ -115,6 +116,21 @@ def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mappi
     if _has_extra_state_of_megatron(manifest):
         models = [replace(part, excluded=f"*{EXTRA_STATE}*") for part in models]
     return [*(_in_two_precisions(models) if manifest.foreign_format == "deepspeed" else models), *parts]
+
+
+def _containers(names: Iterable[str]) -> Iterator[str]:
+    """Yields the names of dicts in the state: those above these names of plain data, which no module has below it."""
+    for name in names:
+        parts = name.split(".")
+        yield from (".".join(parts[:end]) for end in range(1, len(parts)))
+
+
+def _entry_of(fqn: str, containers: Collection[str]) -> str:
+    """Returns the first name on the way to a tensor that is not a container's, such as that of the tensor's module."""
+    end = fqn.find(".")
+    while end >= 0 and fqn[:end] in containers:
+        end = fqn.find(".", end + 1)
+    return fqn if end < 0 else fqn[:end]
 
 
 def _top_names(part: Part) -> list[str]:
@@ -179,8 +195,8 @@ def _unknown_optimizer(fqn: str) -> Part:
 
 
 def _are_named(groups: Mapping[str, Sequence[TensorEntry]], trees: Mapping[str, Any], manifest: Manifest) -> bool:
-    """Returns True if the first parts of these names name models, not modules of one model. Names of parameters in an
-    optimizer decide; without these, words such as `model`, or that there is only one module.
+    """Returns True if these groups are models, not modules of one model. Names of parameters in an optimizer decide;
+    without these, words such as `model`, or that there is only one module.
     """
     names = {tensor.fqn for members in groups.values() for tensor in members}
     for tree in trees.values():
@@ -193,9 +209,9 @@ def _are_named(groups: Mapping[str, Sequence[TensorEntry]], trees: Mapping[str, 
                 # model that a conversion or an integration has at the top.
                 is_module = "." in trained[0] and not trained[0].partition(".")[0].isdecimal()
                 return is_module and not manifest.foreign_format and _is_of_live_objects(manifest)
-    if any(map(MODEL_NAMES.match, groups)):
+    if any(MODEL_NAMES.match(name.rpartition(".")[2]) for name in groups):
         return True
-    modules = [name for name, members in groups.items() if any("." in tensor.fqn for tensor in members)]
+    modules = [name for name, members in groups.items() if any(tensor.fqn != name for tensor in members)]
     return len(modules) == 1 and not modules[0].isdecimal() and not groups.keys() & USUAL_NAMES
 
 
