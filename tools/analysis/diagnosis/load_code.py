@@ -103,7 +103,8 @@ def _items(parts: Sequence[Part]) -> list[_StateEntry]:
         while not part.is_copy and any(variable in item.needs for item in items):
             variable += "_2"
         name = part.name or variable
-        stem = _list_of(name)
+        # Names of a module's tensors have its number even in a list of one; names of other objects do not.
+        stem = "" if part.kind == "model" else _list_of(name)
         keys = [name] if not stem else [stem, name.removeprefix(f"{stem}.")][: num_in_list[stem]]
         match part.kind:
             case "random numbers":

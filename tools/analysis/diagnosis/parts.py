@@ -5,7 +5,7 @@ the manifest.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -33,6 +33,8 @@ from .optimizer_trees import is_optimizer
 
 _NAMED_BY_READER = frozenset({OWN_FORMAT, "deepspeed", "megatron"})
 """Formats in which models may have names; in all others they have none."""
+_FACTS = "@subclass"
+"""Last part of the names of facts of tensor subclasses."""
 _GENERATOR_BYTES = 5056
 """Length of the state of torch's generator on the host."""
 
@@ -88,7 +90,7 @@ def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mappi
     """Returns the parts that consist of tensors outside of trees: models, with a name or without, then single tensors
     and optimizer state of Megatron.
     """
-    containers = set[str]() if manifest.foreign_format else set(_containers(trees))
+    containers = _containers(trees, {tensor.fqn for tensor in tensors}) if _is_of_live_objects(manifest) else set[str]()
     groups: dict[str, list[TensorEntry]] = {}
     for tensor in tensors:
         groups.setdefault(_entry_of(tensor.fqn, containers), []).append(tensor)
@@ -118,11 +120,25 @@ def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mappi
     return [*(_in_two_precisions(models) if manifest.foreign_format == "deepspeed" else models), *parts]
 
 
-def _containers(names: Iterable[str]) -> Iterator[str]:
-    """Yields the names of dicts in the state: those above these names of plain data, which no module has below it."""
-    for name in names:
+def _containers(trees: Mapping[str, Any], tensors: Collection[str]) -> set[str]:
+    """Returns the names of dicts and lists of the state that hold modules: those above plain data.
+
+    Plain data that a module's hooks add, or facts of tensor subclasses, count for none: it lies below what has the name
+    of a model or a parameter. Only optimizers and schedulers never do.
+    """
+    found: set[str] = set()
+    for name, tree in trees.items():
         parts = name.split(".")
-        yield from (".".join(parts[:end]) for end in range(1, len(parts)))
+        above = [".".join(parts[:end]) for end in range(1, len(parts))]
+        is_live = is_optimizer(tree) or (isinstance(tree, dict) and is_scheduler(tree))
+        if is_live or not (parts[-1] == _FACTS or any(_is_of_model(each, tensors) for each in above)):
+            found.update(above)
+    return found
+
+
+def _is_of_model(name: str, tensors: Collection[str]) -> bool:
+    has_parameter = any(f"{name}.{parameter}" in tensors for parameter in USUAL_NAMES)
+    return has_parameter or bool(MODEL_NAMES.match(name.rpartition(".")[2]))
 
 
 def _entry_of(fqn: str, containers: Collection[str]) -> str:
@@ -208,15 +224,19 @@ def _are_named(groups: Mapping[str, Sequence[TensorEntry]], trees: Mapping[str, 
                 # A save names the parameters of each module that is not `model` by FQN. So do the state_dicts of one
                 # model that a conversion or an integration has at the top.
                 is_module = "." in trained[0] and not trained[0].partition(".")[0].isdecimal()
-                return is_module and not manifest.foreign_format and _is_of_live_objects(manifest)
+                return is_module and _is_of_live_objects(manifest)
     if any(MODEL_NAMES.match(name.rpartition(".")[2]) for name in groups):
         return True
     modules = [name for name, members in groups.items() if any(tensor.fqn != name for tensor in members)]
+    if any("." in name for name in modules):  # in a dict or a list of the state
+        return True
     return len(modules) == 1 and not modules[0].isdecimal() and not groups.keys() & USUAL_NAMES
 
 
 def _is_of_live_objects(manifest: Manifest) -> bool:
-    return "converted_from" not in manifest.provenance and INTEGRATION not in manifest.metadata
+    """Returns True for a save of this library's own calls, neither a conversion's nor an integration's."""
+    is_other = manifest.foreign_format or "converted_from" in manifest.provenance
+    return not is_other and INTEGRATION not in manifest.metadata
 
 
 def _model(name: str, tensors: Iterable[TensorEntry]) -> Part:
