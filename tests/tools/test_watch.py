@@ -310,3 +310,26 @@ def test_a_checkpoint_whose_telemetry_could_not_be_listed_comes_with_a_later_loo
     shown = capsys.readouterr()
     assert [line.split("  ")[1] for line in shown.out.splitlines()[1:]] == ["step 2"]
     assert shown.err.splitlines()[0].startswith("warning: the server is away")
+
+
+def test_telemetry_that_can_never_be_listed_holds_up_no_checkpoint(tmp_path, capsys, monkeypatch) -> None:
+    bcp.save(tmp_path, {"x": 1}, step=1)
+    looks = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 1:
+            bcp.save(tmp_path, {"x": 1}, step=2)
+            bcp.save(tmp_path, {"x": 1}, step=3)
+            telemetry = tmp_path / "step_00000002" / "telemetry"
+            telemetry.rename(tmp_path / "elsewhere")
+            telemetry.symlink_to("telemetry")
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch_command, "time", SimpleNamespace(sleep=sleep))
+    with pytest.raises(SystemExit):
+        cli.main(["watch", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()[1:]
+    without_timings = {line.split("  ")[1]: line.endswith("(no timings)") for line in lines}
+    assert without_timings == {"step 2": True, "step 3": False}

@@ -59,11 +59,14 @@ class TimedCheckpoint:
         return f"{what}  in {seconds_text(self.seconds)}, {rate}{stall}{slowest}{of_rank}"
 
 
-def with_timings(store: Store, item: ListedCheckpoint, *, is_replacement: bool) -> TimedCheckpoint:
+def with_timings(
+    store: Store, item: ListedCheckpoint, *, is_replacement: bool, is_last_try: bool = False
+) -> TimedCheckpoint:
     """Returns a checkpoint with the times of its save, from telemetry; without times if the storage does not permit to
-    list that, or it lies outside of the root. Raises StorageError for other failures of the store.
+    list that, or it lies outside of the root. For other failures of the store raises StorageError, or returns it
+    without times if `is_last_try`.
     """
-    ranks = _records_of(store, item)
+    ranks = _records_of(store, item, is_last_try=is_last_try)
     slowest = max(phases_of(ranks), key=lambda phase: phase.max_s, default=None)
     return TimedCheckpoint(
         path=item.path,
@@ -83,10 +86,10 @@ def with_timings(store: Store, item: ListedCheckpoint, *, is_replacement: bool) 
     )
 
 
-def _records_of(store: Store, item: ListedCheckpoint) -> Sequence[RankRecord]:
+def _records_of(store: Store, item: ListedCheckpoint, *, is_last_try: bool) -> Sequence[RankRecord]:
     try:
         return read_save_records(store, item.folder, item.save_id).ranks if item.save_id else []
     except (StorageError, UnsafeCheckpointError) as error:
-        if error.kind not in {"permission", "path_escape"}:
+        if not is_last_try and error.kind not in {"permission", "path_escape"}:
             raise
         return []

@@ -82,12 +82,17 @@ def _refuse_foreign(found: FoundCheckpoint) -> None:
 
 
 def _watch(store: Store, commits: CommitWatch, *, interval_s: float, as_json: bool) -> NoReturn:
-    is_failing = False
+    is_failing, tried = False, ""
     while True:
         time.sleep(interval_s)
         try:
             for commit in commits.look():
-                _print(with_timings(store, commit.checkpoint, is_replacement=commit.is_replacement), as_json=as_json)
+                item = commit.checkpoint
+                # Hazard: telemetry that can never be listed would hold up all later checkpoints.
+                is_last_try, tried = tried == item.path, item.path
+                timed = with_timings(store, item, is_replacement=commit.is_replacement, is_last_try=is_last_try)
+                _print(timed, as_json=as_json)
+                tried = ""
         except (StorageError, CheckpointSaveError) as error:  # a store that was there before may be there again
             if not is_failing:
                 what = printable(" ".join(error.message.split()))
