@@ -121,6 +121,7 @@ def test_values_are_drawn_on_demand(call, tmp_path) -> None:
     "values",
     [
         torch.full((5,), torch.finfo(torch.float32).min),
+        torch.full((5,), torch.finfo(torch.float64).max, dtype=torch.float64),
         torch.tensor([2**60] * 5),
         torch.tensor([2**60] * 4 + [2**60 + 512]),
         torch.tensor([1.0] * 4 + [1.0 + 2**-52], dtype=torch.float64),

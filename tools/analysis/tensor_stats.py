@@ -5,6 +5,7 @@ load reads them: few large ranges of a file, each verified.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -91,8 +92,8 @@ class Histogram:
         self.stats = stats
         self.low, self.high = float(stats.min or 0.0), float(stats.max or 0.0)
         if self.low == self.high:
-            margin = max(abs(self.low) / 2, 0.5)
-            self.low, self.high = self.low - margin, self.high + margin
+            margin, limit = max(abs(self.low) / 2, 0.5), sys.float_info.max
+            self.low, self.high = max(self.low - margin, -limit), min(self.high + margin, limit)
         self.counts = np.zeros(_NUM_BINS, np.int64)
 
     def add(self, values: np.ndarray) -> None:
@@ -100,7 +101,8 @@ class Histogram:
         wide = values.astype(np.float64)
         # Not by np.histogram, which refuses values so close that bins would be narrower than a float64 can tell.
         bins = (wide[np.isfinite(wide)] - self.low) / (self.high - self.low) * _NUM_BINS
-        self.counts += np.bincount(np.minimum(bins.astype(np.int64), _NUM_BINS - 1), minlength=_NUM_BINS)
+        # Values beyond, of a file that was replaced since the statistics were taken, fall into the first and last bins.
+        self.counts += np.bincount(np.clip(bins, 0, _NUM_BINS - 1).astype(np.int64), minlength=_NUM_BINS)
 
 
 def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[int], None]) -> dict[str, TensorStats]:
