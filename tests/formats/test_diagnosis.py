@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 import pickle
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -679,15 +679,21 @@ def test_the_code_is_right_and_safe_for_names_with_any_character(tmp_path: Path,
     assert all(f"    {line}\n" in printed for code in found for line in code["lines"])
 
 
-def test_values_whose_names_are_no_variables_are_read_all_the_same(tmp_path: Path, call: Any) -> None:
-    torch.save({"values": 1, "x\u00b2": 2, "bcp": 3}, tmp_path / "x.pt")
+@pytest.mark.parametrize(
+    ("values", "variables"),
+    [
+        ({"values": 1, "x\u00b2": 2, "bcp": 3}, ["value_values", "x2", "value_bcp"]),
+        ({"\u6b65": 1, "\u8f6e": 2, "\uff42\uff43\uff50": 3}, ["\u6b65", "\u8f6e", "value_bcp"]),
+        ({"a-b": 1, "a_b": 2, "\u0f33": 3}, ["a_b", "a_b_2", "value_"]),
+    ],
+)
+def test_values_whose_names_are_no_variables_are_read_all_the_same(
+    tmp_path: Path, call: Any, values: dict[str, int], variables: Sequence[str]
+) -> None:
+    torch.save(values, tmp_path / "x.pt")
     (code,) = call("doctor", "--checkpoint", tmp_path / "x.pt", "--json").json["code"]
     found = run(code, {})
-    assert {name: found[name] for name in ("value_values", "x", "value_bcp")} == {
-        "value_values": 1,
-        "x": 2,
-        "value_bcp": 3,
-    }
+    assert [found[variable] for variable in variables] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

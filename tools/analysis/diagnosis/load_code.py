@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import keyword
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -124,7 +125,9 @@ def _list_of(name: str) -> str:
 
 
 def _identifier(name: str, otherwise: str) -> str:
-    found = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
+    found = re.sub(r"\W+", "_", unicodedata.normalize("NFKC", name)).strip("_")  # Python takes names in this form
+    if not f"_{found}".isidentifier():
+        found = re.sub(r"\W+", "_", found, flags=re.ASCII).strip("_")
     is_free = found.isidentifier() and not keyword.iskeyword(found) and found not in _TAKEN
     return found if is_free else f"{otherwise}_{found}"
 
@@ -208,7 +211,13 @@ def _load_inner_model(part: Part, call: LoadCall) -> LoadCode:
 def _read_values(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
     names = [part.name for part in parts if part.kind == "values" and "." not in part.name]
     names.sort(key=lambda name: _READ_FIRST.index(name) if name in _READ_FIRST else len(_READ_FIRST))
-    lines = [f"{_identifier(name, 'value')} = values[{quoted(name)}]" for name in names[:_NUM_READ]]
+    variables: dict[str, str] = {}
+    for name in names[:_NUM_READ]:
+        variable = _identifier(name, "value")
+        while variable in variables:
+            variable += "_2"
+        variables[variable] = name
+    lines = [f"{variable} = values[{quoted(name)}]" for variable, name in variables.items()]
     opened = call.lines("values = bcp.open", end=").objects")
     return [LoadCode("read plain values", [], [*opened, *lines])] if names else []
 
