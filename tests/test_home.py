@@ -58,6 +58,7 @@ def test_the_command_line_expands_it(home: Path) -> None:
     for command in commands:
         ended = CliRunner().invoke(cli, command)
         assert ended.exit_code == 0, ended.output
+    assert str(home / "memory") in CliRunner().invoke(cli, ["memory", "ls", "--memory-root=~/memory"]).output
     assert (home / "model.pt").is_file()
     assert (home / "report.html").is_file()
     assert (home / "linked" / "manifest.bcp").is_file()

@@ -32,8 +32,8 @@ AnyStep = int | Literal["latest"] | None
 
 
 class Opened(NamedTuple):
-    """A checkpoint, of any format, whose manifest was read. As `find_files` returns it, `store` and `folder` are those
-    of its data files.
+    """A checkpoint, of any format, whose manifest was read. `store` and `folder` are those of the manifest; in what
+    `find_files` returns, those of the data files.
     """
 
     store: Store
@@ -188,7 +188,7 @@ def with_limit_option(num_rows: int, about: str) -> Callable[[_Command], _Comman
         default=num_rows,
         show_default=True,
         metavar="ROWS",
-        help=f"{about} --json has always all.",
+        help=f"{about} --json always has all.",
     )
 
 

@@ -179,8 +179,7 @@ def _look_for_unfollowed_link(request: ConvertRequest, error: CheckpointError) -
     """Raises UnfollowedLinkError if `error` says that the source is a link that was not to be followed."""
     source = request.source
     if error.kind == "path_escape" and not (request.follow_links or request.is_link):
-        step = "latest" if source.step is None else source.step
-        access = AccessOptions(source.storage_options or {}, step, follow_links=False)
+        access = AccessOptions(source.storage_options or {}, source.step, follow_links=False)
         access.find_files(access.open_manifest(source.root))
 
 

@@ -145,11 +145,11 @@ def _is_wanted(fqn: str, include: Sequence[str], exclude: Sequence[str]) -> bool
 
 
 def _nothing_compared(a: Opened, b: Opened, *, is_renamed: bool) -> CheckpointNotFoundError:
-    """Makes the error for globs that take no name: that nothing differs would be taken for a comparison."""
+    """Returns the error for globs that match no name: without it, checkpoints not compared would look the same."""
     names = "; they get the names of the export, not those of the source" if is_renamed else ""
     return CheckpointNotFoundError(
-        f"--include and --exclude take no tensor and no plain value of {a.path} and {b.path}, so nothing was compared: "
-        f"check the globs{names}; `bcp show` lists names",
+        f"--include and --exclude match no tensor and no plain value of {a.path} and {b.path}, so nothing was compared"
+        f": check the globs{names}; `bcp show` lists names",
         kind="not_found",
         path=a.path,
     )

@@ -47,7 +47,7 @@ class Diagnosis:
     url: str
     checks: Sequence[GuaranteeCheck]
     folder: FilesystemFeatures | None
-    """Features of its file system; None for a store that is no local folder. A file:// URL leads to one."""
+    """Features of the file system of a local folder, which a file:// URL also names; None for any other store."""
     latency: Latency
     writes: Sequence[Speed]
     reads: Sequence[Speed]

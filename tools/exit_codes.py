@@ -10,9 +10,9 @@ from bytecheckpoint.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointSaveError,
+    StorageError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.errors import StorageError as StoreRefusedError
 
 FINE = 0
 CORRUPT = 1
@@ -40,7 +40,7 @@ def code_of(error: CheckpointError) -> int:
             return NOT_FOUND
         case CheckpointSaveError(kind="unsupported_value"):  # names in a checkpoint that no save would have given
             return CORRUPT
-        case StoreRefusedError() | CheckpointSaveError():
+        case StorageError() | CheckpointSaveError():
             return STORAGE
         case CheckpointMismatchError(kind="conflict") | CheckpointExistsError() | UnfollowedLinkError():
             return USAGE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -56,6 +56,7 @@ class GarbageRow:
     """Reason why it is taken for dead or for alive."""
     leftover: GarbageObject | None = None
     """None for the files in a local stage."""
+    is_removed: bool = False
 
 
 @click.command(name="gc", epilog=_EXAMPLE)
@@ -120,6 +121,9 @@ def gc(
         return collect_memory(roots, location, min_age_s, is_real=is_real, as_json=as_json)
     if root is None:
         raise click.UsageError("give the ROOT of the checkpoints, or --memory")
+    if "" in save_ids:
+        # Hazard: it would name the temporaries without a save id, those of running saves too.
+        raise click.UsageError("--save-id is empty: give the id of a save")
     store = open_store(root, storage_options=access.storage_options, writer_threads=1)
     listing = store.list("")
     found = garbage.find_leftovers(store, "")
@@ -133,7 +137,7 @@ def gc(
     if stage is not None:
         rows += _rows_of_stage(store, stage, min_age_s, save_ids)
     rows = [row for row in rows if not save_ids or row.save_id in save_ids]
-    failures = _remove(store, stage, [row for row in rows if row.is_dead]) if is_real else []
+    rows, failures = _remove(store, stage, rows) if is_real else (rows, [])
     if as_json:
         print_json(_as_json(store, rows, found, failures, is_real=is_real))
     else:
@@ -233,18 +237,23 @@ def _rows_of_stage(store: Store, stage: str, min_age_s: float, save_ids: Collect
     return rows
 
 
-def _remove(store: Store, stage: str | None, dead: Sequence[GarbageRow]) -> list[str]:
-    """Removes every item, even if another item fails; returns messages about those that stay."""
-    failures = []
-    for item in dead:
+def _remove(store: Store, stage: str | None, rows: Sequence[GarbageRow]) -> tuple[list[GarbageRow], list[str]]:
+    """Removes every dead item, even if another item fails. Returns all rows, and messages about dead ones that stay."""
+    done, failures = list(rows), list[str]()
+    for number, item in enumerate(rows):
+        if not item.is_dead:
+            continue
         try:
             if item.leftover is not None:
                 garbage.remove(store, item.leftover)
             elif stage is not None and not stage_folder.remove_all(stage, [item.path.rpartition("/")[2]]):
                 failures.append(f"{item.path} has been taken over by another process meanwhile, and was left alone")
+                continue
         except CheckpointError as error:
             failures.append(error.message)
-    return failures
+        else:
+            done[number] = replace(item, is_removed=True)
+    return done, failures
 
 
 def _as_json(
@@ -252,8 +261,8 @@ def _as_json(
 ) -> dict[str, Any]:
     return {
         "root": str(store),
-        "deleted": is_real,
-        "leftovers": [{**without(item, "leftover"), "save_id": item.save_id or None} for item in rows],
+        "deleted": is_real and not failures,
+        "leftovers": [{**without(item, "leftover", "removed"), "save_id": item.save_id or None} for item in rows],
         "unreadable": [join_name(str(store), folder) for folder in found.unreadable],
         "uploads_not_looked_for": found.not_looked_for or None,
         "failures": list(failures),
@@ -262,15 +271,15 @@ def _as_json(
 
 def _print(store: Store, rows: Sequence[GarbageRow], found: Garbage, failures: Sequence[str], *, is_real: bool) -> None:
     screen = Screen()
-    dead = [item for item in rows if item.is_dead]
-    size = size_text(sum(item.num_bytes for item in dead))
+    counted = [item for item in rows if (item.is_removed if is_real else item.is_dead)]
+    size = size_text(sum(item.num_bytes for item in counted))
     did = "removed" if is_real else "to be removed with --delete"
     if rows:
-        screen.line(f"{store}: {count_text(len(dead), 'leftover')} of abandoned saves, {size}, {did}", style="bold")
-        screen.section(_table(str(store), is_real=is_real), rows)
+        screen.line(f"{store}: {count_text(len(counted), 'leftover')} of abandoned saves, {size}, {did}", style="bold")
+        screen.section(_table(str(store)), rows)
     else:
         screen.line(f"{store}: nothing is left of saves that did not commit", style="bold green")
-    if num_others := len(rows) - len(dead):
+    if num_others := sum(not item.is_dead for item in rows):
         what = f"{count_text(num_others, 'leftover')} of saves that may still run"
         screen.paragraph(f"{what}: --older-than AGE or --save-id ID decides which are dead.")
     if found.unreadable:
@@ -283,7 +292,7 @@ def _print(store: Store, rows: Sequence[GarbageRow], found: Garbage, failures: S
         screen.line(failure, style="red")
 
 
-def _table(root: str, *, is_real: bool) -> TableShape:
+def _table(root: str) -> TableShape:
     now = datetime.now(UTC)
     columns = [
         Column("save id", style="bold cyan", is_whole=True),
@@ -296,7 +305,7 @@ def _table(root: str, *, is_real: bool) -> TableShape:
     ]
 
     def cells(item: GarbageRow) -> list[str]:
-        state = ("removed" if is_real else "dead") if item.is_dead else "alive?"
+        state = "removed" if item.is_removed else "dead" if item.is_dead else "alive?"
         return [
             item.save_id or "-",
             size_text(item.num_bytes),

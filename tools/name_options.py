@@ -50,7 +50,7 @@ def _parse_rules(ctx: click.Context, param: click.Parameter, texts: Sequence[str
             raise click.BadParameter(f"{text!r} is not of the form OLD=NEW", ctx=ctx, param=param)
         try:
             re.sub(old, new, "")
-        except re.error as error:
+        except (re.error, IndexError, OverflowError) as error:  # also of a group or a count that no pattern has
             raise click.BadParameter(
                 f"{text!r} is not a pattern and replacement: {error}", ctx=ctx, param=param
             ) from error

@@ -7,12 +7,13 @@ from __future__ import annotations
 import ast
 import pickle
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import megatron_files
+import msgspec
 import pytest
 import test_dcp_nested as groups
 import test_deepspeed_folders as deepspeed
@@ -27,6 +28,8 @@ from test_deepspeed_folders import classes
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.data.stream_wire import MARK
+from bytecheckpoint.manifest import Manifest, encode_manifest
 from bytecheckpoint.tools.analysis.diagnosis.load_code import quoted
 
 __all__ = ["call", "classes"]
@@ -302,6 +305,73 @@ def own_checkpoint_of_two_models_and_their_optimizer(folder: Path) -> Case:
     return Case(folder / "x", saved, new, "this library", kinds=kinds)
 
 
+def own_checkpoint_of_models_with_other_names(folder: Path) -> Case:
+    def new(seed: int = 8) -> Names:
+        backbone, top = network(seed), network(seed + 1)
+        return {
+            "backbone": backbone,
+            "top": top,
+            "optimizer": torch.optim.AdamW([*top.parameters(), *backbone.parameters()]),
+        }
+
+    saved = new(1)
+    sum(parameter.sum() for group in saved["optimizer"].param_groups for parameter in group["params"]).backward()
+    saved["optimizer"].step()
+    bcp.save(folder / "x", saved)
+    kinds = {"backbone": "model", "top": "model", "optimizer": "optimizer"}
+    return Case(folder / "x", saved, new, "this library", kinds=kinds)
+
+
+def own_checkpoint_of_one_model_with_another_name(folder: Path) -> Case:
+    saved = trained(1)
+    del saved["scheduler"]
+    bcp.save(folder / "x", {"net": saved["model"], "optimizer": saved["optimizer"]})
+    return Case(folder / "x", saved, writer="this library", kinds={"net": "model"})
+
+
+def own_checkpoint_of_a_dict_in_the_state(folder: Path) -> Case:
+    saved = trained(1)
+    bcp.save(folder / "x", {"train": {**saved, "epoch": 3}})
+    kinds = {"train.model": "model", "train.optimizer": "optimizer", "train.epoch": "values"}
+    return Case(folder / "x", saved, writer="this library", kinds=kinds)
+
+
+def own_checkpoint_of_a_list_in_the_state(folder: Path) -> Case:
+    def new(seed: int = 8) -> Names:
+        return {"things_0": network(seed), "things_1": network(seed + 1)}
+
+    saved = new(1)
+    bcp.save(folder / "x", {"things": [*saved.values(), "other"]})
+    kinds = {"things.0": "model", "things.1": "model", "things.2": "values"}
+    return Case(folder / "x", saved, new, "this library", kinds=kinds)
+
+
+class Hooked(torch.nn.Sequential):
+    """A module whose state_dict has plain data below its modules, as that of some quantized ones."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(network(seed), network(seed + 1))
+        self[0].register_state_dict_post_hook(_add_kind)
+        self[0].register_load_state_dict_pre_hook(lambda _, state, prefix, *__: state.pop(f"{prefix}0.kind", None))
+
+
+def _add_kind(_module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    state[f"{prefix}0.kind"] = "nf4"
+
+
+def own_checkpoint_of_a_module_with_plain_data(folder: Path) -> Case:
+    def new(seed: int = 8) -> Names:
+        model = Hooked(seed)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+    saved = new(1)
+    sum(parameter.sum() for parameter in saved["model"].parameters()).backward()
+    saved["optimizer"].step()
+    bcp.save(folder / "x", {"backbone": saved["model"], "optimizer": saved["optimizer"]})
+    kinds = {"backbone": "model", "optimizer": "optimizer", "backbone.0.0.kind": "values"}
+    return Case(folder / "x", saved, new, "this library", kinds=kinds)
+
+
 def own_checkpoint_without_names(folder: Path) -> Case:
     saved = {"model": trainer.Net(1)}
     bcp.save(folder / "x", saved["model"].body.state_dict())
@@ -339,6 +409,11 @@ CASES = [
     own_checkpoint,
     own_checkpoint_of_several_models,
     own_checkpoint_of_two_models_and_their_optimizer,
+    own_checkpoint_of_models_with_other_names,
+    own_checkpoint_of_one_model_with_another_name,
+    own_checkpoint_of_a_dict_in_the_state,
+    own_checkpoint_of_a_list_in_the_state,
+    own_checkpoint_of_a_module_with_plain_data,
     own_checkpoint_without_names,
     converted_checkpoint,
 ]
@@ -351,9 +426,13 @@ def run(code: dict[str, Any], names: Names) -> Names:
     return given
 
 
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
 def assert_equal(found: Any, expected: Any) -> None:
     if isinstance(expected, torch.nn.Module):
-        assert_same(found.state_dict(), expected.state_dict())
+        assert_same(tensors_of(found), tensors_of(expected))
         return
     found, expected = found.state_dict(), expected.state_dict()
     if "param_groups" not in expected:
@@ -429,6 +508,16 @@ def test_values_of_ranks_are_read_by_their_code(tmp_path: Path, call: Any) -> No
             found |= run(code, {})
     assert found["by_rank"] == {0: {"count": 4}}
     assert torch.equal(found["tree"]["limit"], torch.ones(2))
+
+
+def test_large_tensors_of_ranks_are_no_model(tmp_path: Path, call: Any) -> None:
+    large = torch.ones(20_000)
+    bcp.save(tmp_path, {"alone": bcp.RankLocal(large), "nested": bcp.RankLocal({"weight": large}), "x": torch.ones(2)})
+    found = call("doctor", "--checkpoint", tmp_path, "--json").json
+    parts = {part["name"]: (part["kind"], part["num_bytes"]) for part in found["parts"]}
+    of_ranks = ("values of ranks", large.nbytes)
+    assert parts == {"alone": of_ranks, "nested": of_ranks, "x": ("tensors", 8)}
+    assert not any(code["needs"] for code in found["code"])
 
 
 def test_weights_of_zero_load_into_a_model_and_a_torch_optimizer(tmp_path: Path, call: Any, classes: Any) -> None:
@@ -591,6 +680,23 @@ def test_the_code_is_right_and_safe_for_names_with_any_character(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
+    ("values", "variables"),
+    [
+        ({"values": 1, "x\u00b2": 2, "bcp": 3}, ["value_values", "x2", "value_bcp"]),
+        ({"\u6b65": 1, "\u8f6e": 2, "\uff42\uff43\uff50": 3}, ["\u6b65", "\u8f6e", "value_bcp"]),
+        ({"a-b": 1, "a_b": 2, "\u0f33": 3}, ["a_b", "a_b_2", "value_"]),
+    ],
+)
+def test_values_whose_names_are_no_variables_are_read_all_the_same(
+    tmp_path: Path, call: Any, values: dict[str, int], variables: Sequence[str]
+) -> None:
+    torch.save(values, tmp_path / "x.pt")
+    (code,) = call("doctor", "--checkpoint", tmp_path / "x.pt", "--json").json["code"]
+    found = run(code, {})
+    assert [found[variable] for variable in variables] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
     ("text", "literal"),
     [
         ("", '""'),
@@ -604,6 +710,29 @@ def test_the_code_is_right_and_safe_for_names_with_any_character(tmp_path: Path,
 def test_a_literal_has_the_quotes_that_formatters_choose(text: str, literal: str) -> None:
     assert quoted(text) == literal
     assert ast.literal_eval(literal) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ({"state": {}, "groups": {"a": {"params": 5}}}, "values"),
+        ({"state": {}, "groups": {"a": {"params": {"x": None}}}}, "optimizer"),
+        ({MARK: 1, "size": "many"}, "data"),
+    ],
+)
+def test_a_value_of_almost_the_form_of_another_ends_no_report(tmp_path: Path, call: Any, value: Any, kind: str) -> None:
+    manifest = Manifest(save_id="abc", step=None, files=[], tensors={}, objects={"x": msgspec.msgpack.encode(value)})
+    (tmp_path / "manifest.bcp").write_bytes(encode_manifest(manifest))
+    (part,) = call("doctor", "--checkpoint", tmp_path, "--json").json["parts"]
+    assert part["kind"] == kind
+
+
+def test_the_code_needs_the_storage_options_that_were_given(call: Any) -> None:
+    bcp.save("memory://with_options/run", {"model": network(1), "epoch": 3})
+    arguments = ("doctor", "--checkpoint", "memory://with_options/run", "--storage-option", "use_listings_cache=false")
+    codes = call(*arguments, "--json").json["code"]
+    assert [code["needs"] for code in codes] == [["model", "storage_options"], ["storage_options"]]
+    assert "with your model and storage_options:" in call(*arguments).out
 
 
 def test_no_credentials_of_a_url_are_shown(call: Any) -> None:

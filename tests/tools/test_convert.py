@@ -278,6 +278,8 @@ def test_what_ties_are_to_stays_when_one_name_is_excluded(call, trained, tmp_pat
         (("--to", "hf", "--include", "nothing"), "none of the"),
         (("--to", "hf", "--rename", "^.+=same"), "would both be 'same'"),
         (("--to", "hf", "--rename", "(=x"), "not a pattern"),
+        (("--to", "hf", "--rename", r"x=\g<name>"), "unknown group name"),
+        (("--to", "hf", "--rename", "x{99999999999}=y"), "repetition number"),
         (("--to", "hf", "--rename", "x"), "OLD=NEW"),
         (("--to", "hf", "--memory", "1MB"), "less than 64MiB"),
         (("--to", "hf", "--memory", "much"), "not a size"),

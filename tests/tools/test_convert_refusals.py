@@ -253,3 +253,14 @@ def test_a_file_with_a_time_in_its_name_is_refused_with_what_to_do(call, tmp_pat
         assert f"{args[-1] if args[0] == 'show' else tmp_path / 'a:b.pt'}: files with ':' or a backslash" in ended.err
         assert "rename the file" in ended.err
     assert call("show", tmp_path / "link.pt").code == 0
+
+
+def test_a_link_that_is_not_followed_is_told_for_step_none_too(call, tmp_path) -> None:
+    """A root that is a checkpoint and has steps below it, as earlier versions left some: the step was given."""
+    bcp.save(tmp_path / "source", STATE)
+    root = tmp_path / "root"
+    assert call("convert", tmp_path / "source", root, "--to", "bcp", "--link").code == 0
+    bcp.save(root / "step_00000001", STATE)
+    ended = call("convert", root, tmp_path / "out", "--to", "hf", "--step", "none")
+    assert ended.code == 2
+    assert "is a link to" in ended.err

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from stream_loaders import StreamLoader, state_of
@@ -13,6 +14,7 @@ from training import same_value
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.data.stream_wire import MARK
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.manifest import Manifest, encode_manifest
 
 NAMES = ["c4-0", "c4-1", "web-0"]
@@ -215,3 +217,27 @@ def test_a_hostile_state_is_refused(call, tmp_path, case) -> None:
         bcp.load(tmp_path, {"data": bcp.DataLoaderState(loader, rank=0, size=1)})
     assert loader.num_loads == 0
     assert call("show", tmp_path, "--data").code == 0
+
+
+@pytest.mark.parametrize(
+    ("owners", "samples"),
+    [(np.array(["x"] * 12), 3), (np.arange(12, dtype=np.int32), 1 << 14_283)],
+    ids=["names", "long"],
+)
+def test_numbers_that_nobody_saved_end_no_command(call, tmp_path, owners, samples) -> None:
+    stored = {
+        MARK: 1,
+        "loader": "x",
+        "elastic": "exact",
+        "keyed_by": "stream",
+        "size": 1,
+        "shared": None,
+        "streams": {f"{n:02}": msgspec.Raw(encode_plain({"samples": samples}, "", keep_in_tree)) for n in range(12)},
+        "owners": msgspec.Raw(encode_plain(owners, "", keep_in_tree)),
+    }
+    manifest = Manifest(
+        save_id="abc", step=None, files=[], tensors={}, objects={"data": msgspec.msgpack.encode(stored)}
+    )
+    (tmp_path / "manifest.bcp").write_bytes(encode_manifest(manifest))
+    assert call("show", tmp_path, "--data").code == 0
+    assert call("diff", tmp_path, tmp_path).code == 0

@@ -57,6 +57,15 @@ def test_entries_add_up_and_tied_names_take_nothing(call, saved_root) -> None:
     }
 
 
+def test_a_large_tensor_of_ranks_is_under_its_name_in_the_state(call, tmp_path) -> None:
+    """It is stored under a hash of its content, and there may be one for each rank."""
+    large = torch.ones(20_000)
+    bcp.save(tmp_path, {"noise": bcp.RankLocal(large), "a@b": torch.ones(2), "c@d": {"e": torch.ones(2)}})
+    for command in ("du", "show"):
+        entries = {entry["name"]: entry["num_bytes"] for entry in call(command, tmp_path, "--json").json["entries"]}
+        assert entries == {"noise": large.nbytes, "a@b": 8, "c@d": 8}
+
+
 def test_what_a_link_reads_counts_where_it_lies(call, root, tmp_path) -> None:
     assert call("convert", root / "step_00001000", tmp_path / "link", "--to", "bcp", "--link").code == 0
     (item,) = call("du", tmp_path / "link", "--json").json["checkpoints"]

@@ -12,6 +12,7 @@ from faults.seams import Seam, before, files_under, raising, state_of
 import bytecheckpoint as bcp
 from bytecheckpoint.saving import local_stage as local_stage_module
 from bytecheckpoint.storage import garbage
+from bytecheckpoint.storage.store import Store
 
 DEAD, YOUNG = "00000000deadbeef", "00000000aaaaaaaa"
 DAY_S = 86400
@@ -74,6 +75,17 @@ def test_a_save_can_be_named_whatever_its_age(call, root) -> None:
     assert young.exists()
 
 
+def test_an_empty_save_id_names_nothing(call, root) -> None:
+    """As of a variable that is not set. Otherwise it would name what has no save id: also of saves that run."""
+    young = root / "step_00000007" / ".tmp-00000000aaaaaaaa-manifest.bcp"
+    young.parent.mkdir()
+    young.write_bytes(bytes(10))
+    assert call("gc", root, "--json").json["leftovers"][0]["save_id"] is None
+    ended = call("gc", root, "--save-id", "", "--delete")
+    assert (ended.code, "--save-id is empty" in ended.err) == (2, True)
+    assert young.exists()
+
+
 def test_a_committed_save_cannot_be_named_away(call, root) -> None:
     save_id = bcp.open(root).info.save_id
     assert call("gc", root, "--save-id", save_id, "--delete", "--json").json["leftovers"] == []
@@ -104,6 +116,24 @@ def test_what_cannot_be_removed_is_told_and_the_rest_removed(call, root) -> None
         ended = call("gc", root, "--delete", "--json")
     assert ended.code == 4
     assert ended.json["failures"] == ["you may not"]
+
+
+def test_what_could_not_be_removed_is_not_called_removed(call, root, monkeypatch) -> None:
+    for step, save_id in ((7, DEAD), (8, YOUNG)):
+        leave(root, step, save_id, age_s=2 * DAY_S)
+    remove = garbage.remove
+
+    def refuse(store: Store, leftover: garbage.GarbageObject) -> int:
+        if leftover.save_id == DEAD:
+            raise bcp.StorageError("you may not", kind="permission")
+        return remove(store, leftover)
+
+    monkeypatch.setattr(garbage, "remove", refuse)
+    shown = call("gc", root, "--delete").out
+    assert "1 leftover of abandoned saves, 1000 B, removed" in shown
+    states = {line.split()[0]: line.rsplit("  ", 1)[1] for line in shown.splitlines() if "(old)" in line}
+    assert states == {DEAD: "dead (old)", YOUNG: "removed (old)"}
+    assert call("gc", root, "--delete", "--json").json["deleted"] is False
 
 
 def test_uploads_that_may_not_be_listed_are_told_and_the_rest_is_done(call, root, monkeypatch) -> None:

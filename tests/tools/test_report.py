@@ -118,6 +118,25 @@ def test_values_are_drawn_on_demand(call, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    "values",
+    [
+        torch.full((5,), torch.finfo(torch.float32).min),
+        torch.full((5,), torch.finfo(torch.float64).max, dtype=torch.float64),
+        torch.tensor([2**60] * 5),
+        torch.tensor([2**60] * 4 + [2**60 + 512]),
+        torch.tensor([1.0] * 4 + [1.0 + 2**-52], dtype=torch.float64),
+        torch.tensor([0.0] * 4 + [5e-324], dtype=torch.float64),
+    ],
+)
+def test_values_closer_than_bins_of_float64_are_drawn(call, tmp_path, values) -> None:
+    bcp.save(tmp_path / "c", {"x": values})
+    page = page_of(call, tmp_path / "c", "--histograms")
+    (picture,) = [svg for svg in page.iter("svg") if svg.get("aria-label") == "how the values spread"]
+    counts = [rect.find("title").text.splitlines()[1] for rect in picture.iter("rect")]
+    assert [count for count in counts if count != "0 values"] in (["5 values"], ["4 values", "1 value"])
+
+
+@pytest.mark.parametrize(
     ("low", "high", "base", "expected"),
     [
         (0.0, 0.119, 10, [0.0, 0.02, 0.04, 0.06, 0.08, 0.1]),
@@ -130,6 +149,8 @@ def test_values_are_drawn_on_demand(call, tmp_path) -> None:
             [0.0, 0.5 * 1024**2, 1024.0**2, 1.5 * 1024**2, 2 * 1024**2, 2.5 * 1024**2, 3 * 1024**2, 3.5 * 1024**2],
         ),
         (5.0, 5.0, 10, [5.0]),
+        (0.0, 5e-324, 10, [0.0]),
+        (0.0, 3e-323, 10, [0.0]),
     ],
 )
 def test_ticks_are_round(low, high, base, expected) -> None:

@@ -99,6 +99,13 @@ def test_large_integers_a_float_cannot_tell_apart_are_no_equal_ones() -> None:
     assert (found.num_differing, found.max_abs) == (1, 1)
 
 
+def test_large_integers_of_two_dtypes_a_float_cannot_tell_apart_are_no_equal_ones() -> None:
+    a, b = side(torch.tensor([2**62, 5])), side(torch.tensor([2**62 + 1, 5], dtype=torch.uint64))
+    for tolerance in (None, Tolerance(0.0, 0.0)):
+        assert find_difference(a, b, tolerance).num_differing == 1
+    assert find_difference(a, b, Tolerance(0.0, 0.01)).num_differing == 0
+
+
 def test_complex_numbers_have_a_distance() -> None:
     found = difference([1 + 1j, 0j], [1 + 1j, 3 + 4j], dtype=torch.complex64)
     assert (found.num_differing, found.max_abs, found.max_rel) == (1, 5.0, 1.0)

@@ -13,7 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from checkpoint_files import flip
+from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
@@ -59,6 +61,23 @@ def test_a_checkpoint_without_telemetry_has_no_timings(call, root) -> None:
         path.unlink()
     first = call("watch", root, "--once").out.splitlines()[0]
     assert first.endswith("(no timings)")
+
+
+def test_telemetry_that_lies_outside_of_the_root_hides_no_checkpoint(call, root, tmp_path) -> None:
+    telemetry = root / "step_00000005" / "telemetry"
+    telemetry.rename(tmp_path / "elsewhere")
+    telemetry.symlink_to(tmp_path / "elsewhere")
+    ended = call("watch", root, "--once")
+    assert ended.code == 0
+    assert [line.endswith("(no timings)") for line in ended.out.splitlines()] == [True, False]
+    assert call("report", root, "--out", tmp_path / "page.html").code == 0
+
+
+def test_once_finds_none_where_another_program_saved(call, tmp_path) -> None:
+    save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
+    ended = call("watch", tmp_path, "--once", "--json")
+    assert (ended.code, ended.json["error"]["kind"]) == (3, "not_found")
+    assert "is a checkpoint of safetensors" in ended.json["error"]["message"]
 
 
 def test_a_damaged_manifest_does_not_hide_the_others(call, root) -> None:
@@ -262,3 +281,55 @@ def test_a_storage_error_does_not_end_it_and_nothing_is_lost(tmp_path, capsys, m
     warning, again = shown.err.splitlines()
     assert warning == "warning: the server is away; looking again every 0.5 s"
     assert again == "the storage answers again"
+
+
+def test_a_checkpoint_whose_telemetry_could_not_be_listed_comes_with_a_later_look(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    bcp.save(tmp_path, {"x": 1}, step=1)
+    looks = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 1:
+            bcp.save(tmp_path, {"x": 1}, step=2)
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+
+    list_folder = LocalStore.list
+
+    def refuse(store: LocalStore, folder: str) -> dict[str, int | None]:
+        if len(looks) == 1 and folder.endswith("telemetry"):
+            raise StorageError("the server is away", kind="unavailable")
+        return list_folder(store, folder)
+
+    monkeypatch.setattr(watch_command, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(LocalStore, "list", refuse)
+    with pytest.raises(SystemExit):
+        cli.main(["watch", str(tmp_path)])
+    shown = capsys.readouterr()
+    assert [line.split("  ")[1] for line in shown.out.splitlines()[1:]] == ["step 2"]
+    assert shown.err.splitlines()[0].startswith("warning: the server is away")
+
+
+def test_telemetry_that_can_never_be_listed_holds_up_no_checkpoint(tmp_path, capsys, monkeypatch) -> None:
+    bcp.save(tmp_path, {"x": 1}, step=1)
+    looks = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 1:
+            bcp.save(tmp_path, {"x": 1}, step=2)
+            bcp.save(tmp_path, {"x": 1}, step=3)
+            telemetry = tmp_path / "step_00000002" / "telemetry"
+            telemetry.rename(tmp_path / "elsewhere")
+            telemetry.symlink_to("telemetry")
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch_command, "time", SimpleNamespace(sleep=sleep))
+    with pytest.raises(SystemExit):
+        cli.main(["watch", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()[1:]
+    without_timings = {line.split("  ")[1]: line.endswith("(no timings)") for line in lines}
+    assert without_timings == {"step 2": True, "step 3": False}

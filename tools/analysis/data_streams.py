@@ -84,7 +84,11 @@ def data_records(manifest: Manifest) -> list[DataRecord]:
     from bytecheckpoint.adapters.data.stream_wire import StreamTable, decode_stored, has_mark, is_whole  # noqa: PLC0415
 
     trees = {fqn: decode_stored(data) for fqn, data in manifest.objects.items() if has_mark(data)}
-    complete = {fqn: tree for fqn, tree in trees.items() if is_whole(tree) and isinstance(tree["streams"], StreamTable)}
+    complete = {
+        fqn: tree
+        for fqn, tree in trees.items()
+        if is_whole(tree) and isinstance(tree["streams"], StreamTable) and tree["owners"].dtype.kind in "iu"
+    }
     return [_record(fqn, complete[fqn]) for fqn in in_natural_order(complete)]
 
 
@@ -123,7 +127,8 @@ def _row(stream_id: str, owner: int | None, state: Any) -> StreamRow:
 
 def _count(state: Any, key: str) -> int | None:
     value = state.get(key) if isinstance(state, dict) else None
-    return value if type(value) is int else None
+    # Python refuses to print an integer of thousands of digits, such as a sum of made-up ones.
+    return value if type(value) is int and abs(value) < 1 << 63 else None
 
 
 def _shared_count(shared: Any) -> int | None:

@@ -1,5 +1,5 @@
-"""Finds chunks of two checkpoints that hold the same bytes, by the checksums of the extents in which they lie. A
-million chunks stay columns, and no data file is read.
+"""Finds chunks of two checkpoints that hold the same bytes, by the checksums of the extents in which they lie. It
+works on columns, because there may be a million chunks, and reads no data file.
 """
 
 from __future__ import annotations

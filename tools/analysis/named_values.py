@@ -29,7 +29,7 @@ class ValueKey(NamedTuple):
 
 
 class NamedValues(NamedTuple):
-    """The names of a checkpoint: those of its tensors, and those in its plain data."""
+    """Contents of a checkpoint by their names in the state."""
 
     tensors: dict[str, str]
     """FQN under which a tensor is stored, by each of its names."""
@@ -40,8 +40,8 @@ class NamedValues(NamedTuple):
 def named_values(manifest: Manifest, is_wanted: Callable[[str], bool]) -> NamedValues:
     """Returns the contents whose names are wanted.
 
-    Tensors stored under a name made of their content get the names of the state. The ranks that saved the streams
-    of a data loader are left out, as are those that saved tensors. Raises what decoding plain data raises.
+    Tensors that are stored under a hash of their content get their names in the state. Which rank saved a stream of a
+    data loader is left out, as it is for tensors. Raises the errors of decoding plain data.
     """
     tensors = {fqn: fqn for fqn in manifest.tensors} | dict(manifest.aliases)
     values: dict[ValueKey, Any] = {}
@@ -71,8 +71,9 @@ def _leaves(manifest: Manifest) -> Iterator[tuple[ValueKey, Any]]:
 
 
 def is_same(a: Any, b: Any, tolerance: Tolerance | None) -> bool:
-    """Returns True if two plain values are the same: of one type, with the same bits, or, with a
-    tolerance, floats and arrays and tensors of floats within it, also in lists and dicts.
+    """Returns True if two plain values are the same: of one type, with the same bits, or, with a tolerance, floats and
+    arrays and tensors of floats within it, also in lists and dicts. Of a TensorRef only the name counts: a hash of the
+    content is a part of it.
     """
     if type(a) is not type(b):
         return False

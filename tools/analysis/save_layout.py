@@ -1,5 +1,5 @@
-"""Sums up how a save has cut and spread a checkpoint: parts of tensors, chunks of files, bytes of ranks. A million
-chunks stay columns.
+"""Sums up how a save has cut and spread a checkpoint: parts of tensors, chunks of files, bytes of ranks. It
+works on columns of the manifest, because there may be a million chunks.
 """
 
 from __future__ import annotations

@@ -112,13 +112,13 @@ class ManifestSummary:
     @cached_property
     def entries(self) -> list[TensorTotals]:
         """Totals by top-level name of the state, in natural order."""
-        totals = self._totals([fqn.partition(".")[0] for fqn in self._names])
+        totals = self._totals(list(map(_entry_of, self._names)))
         order = NaturalOrder(total.name for total in totals)
         return sorted(totals, key=lambda total: order.key(total.name))
 
     @cached_property
     def dtypes(self) -> list[TensorTotals]:
-        """Totals by dtype, the largest first."""
+        """Totals by dtype, most bytes first."""
         columns = self._manifest.table.columns
         totals = self._totals(list(map(columns.dtype_names.__getitem__, columns.dtypes.tolist())))
         return sorted(totals, key=lambda total: (-total.num_bytes, total.name))
@@ -234,6 +234,16 @@ def first_in_natural_order(names: Collection[str], count: int) -> list[str]:
         parts = sorted(groups, key=_natural_key, reverse=True)
         pending += [(groups[part], start + len(part) + 1) for part in parts]
     return found[:count]
+
+
+def _entry_of(fqn: str) -> str:
+    """Returns the top-level name in the state of a stored tensor."""
+    entry = fqn.partition(".")[0]
+    if "@" not in entry:
+        return entry
+    from bytecheckpoint.adapters.plain.plain_data import without_content  # noqa: PLC0415 - few have such names
+
+    return without_content(fqn).partition(".")[0]
 
 
 def _sum_by(group_of: np.ndarray, num_groups: int, column: np.ndarray) -> list[int]:

@@ -30,7 +30,7 @@ _OPTIONS = LoadOptions(reader_threads=1, scratch_bytes=16 << 20)
 
 
 class TensorPair(NamedTuple):
-    """Stored FQNs of a tensor of each checkpoint, of one shape."""
+    """Two tensors of one shape to compare: the FQN under which each checkpoint stores its own."""
 
     a: str
     b: str

@@ -5,6 +5,7 @@ load reads them: few large ranges of a file, each verified.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -83,17 +84,25 @@ class TensorStats:
 
 
 class Histogram:
-    """Counts of the finite values between the least and the largest, in bins of equal width."""
+    """Counts of the finite values from `low` to `high`, in bins of equal width: from the least to the largest value, or
+    around the only one.
+    """
 
     def __init__(self, stats: TensorStats) -> None:
         self.stats = stats
         self.low, self.high = float(stats.min or 0.0), float(stats.max or 0.0)
+        if self.low == self.high:
+            margin, limit = max(abs(self.low) / 2, 0.5), sys.float_info.max
+            self.low, self.high = max(self.low - margin, -limit), min(self.high + margin, limit)
         self.counts = np.zeros(_NUM_BINS, np.int64)
 
     def add(self, values: np.ndarray) -> None:
         """Adds values."""
         wide = values.astype(np.float64)
-        self.counts += np.histogram(wide[np.isfinite(wide)], _NUM_BINS, (self.low, self.high))[0]
+        # Not by np.histogram, which refuses values so close that bins would be narrower than a float64 can tell.
+        bins = (wide[np.isfinite(wide)] - self.low) / (self.high - self.low) * _NUM_BINS
+        # Values beyond, of a file that was replaced since the statistics were taken, fall into the first and last bins.
+        self.counts += np.bincount(np.clip(bins, 0, _NUM_BINS - 1).astype(np.int64), minlength=_NUM_BINS)
 
 
 def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[int], None]) -> dict[str, TensorStats]:

@@ -51,7 +51,7 @@ class TensorName(click.ParamType[str]):
 
 
 def path_in(ctx: click.Context) -> str | None:
-    """Returns the checkpoint or root on the unfinished line, or None; only a local one, as of `StoredPath`."""
+    """Returns the checkpoint or root on the unfinished line; None if there is none, or if it is a URL."""
     path = next((ctx.params[name] for name in _PATHS if ctx.params.get(name)), None)
     return None if path is None or "://" in path else path
 

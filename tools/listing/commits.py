@@ -1,5 +1,5 @@
 """Finds checkpoints under a root as they commit: new ones, and those that were replaced in place. A look makes as
-many requests in a run of ten thousand steps as in one of ten, but for the pages of the root's listing; only the begin
+many requests in a run of ten thousand steps as in one of ten, but for the pages of the root's listing; only `begin`
 asks for every checkpoint.
 """
 
@@ -64,7 +64,8 @@ class CommitWatch:
         that are gone by now. Of the checkpoints seen before, a look compares the last 8 and 8 others, in turn: the
         replacement of any other comes with the look at which its turn comes.
 
-        Raises the errors of the store; checkpoints that were not yielded by then come with a later look.
+        A checkpoint counts as seen when the next one is asked for. Raises the errors of the store; checkpoints not seen
+        by then come with a later look.
         """
         ends = {folder: self._end_if_permitted(folder) for folder in self._new_folders()}
         ends = {folder: end for folder, end in ends.items() if end is not None}  # the others: perhaps at a later look
@@ -79,9 +80,10 @@ class CommitWatch:
             else:
                 ends[folder] = end
         for item in self._read([*ends]):
-            is_replacement = self._seen.pop(item.folder, None) is not None
+            yield NewCheckpoint(item, is_replacement=self._seen.get(item.folder) is not None)
+            # Not before: what a caller failed to report must come again.
+            self._seen.pop(item.folder, None)
             self._seen[item.folder] = ends[item.folder]
-            yield NewCheckpoint(item, is_replacement)
 
     def _folders_to_compare(self) -> list[str]:
         """Returns the last folders seen, and some of the others: after enough looks each had its turn."""

@@ -11,6 +11,7 @@ import click
 from bytecheckpoint.errors import and_more
 from bytecheckpoint.memory_tier.flush import FlushedStep, MemoryCheckpoint, flush, list_held
 from bytecheckpoint.options import Memory
+from bytecheckpoint.storage.open_store import expand_home
 
 from .. import exit_codes
 from ..arguments import AccessOptions, with_output_options
@@ -32,6 +33,7 @@ MEMORY_ROOT = click.option(
     "roots",
     multiple=True,
     type=click.Path(file_okay=False),
+    callback=lambda _, __, folders: tuple(map(expand_home, folders)),
     metavar="FOLDER",
     default=(str(Memory().root),),
     help="Look into this memory root, as the job does. May be repeated. /dev/shm/bytecheckpoint if not given.",
@@ -87,7 +89,7 @@ def _print(flushed: FlushedStep) -> None:
         return
     screen.line(f"{flushed.path}: {files}, not committed", style="bold yellow")
     screen.paragraph(
-        f"{count_text(len(flushed.missing), 'file')} are neither in the memory of this host nor at the path: "
+        f"{count_text(len(flushed.missing), 'file')} found neither in the memory of this host nor at the path: "
         f"{and_more(list(flushed.missing), 10)}. Run it on the other hosts of the job.",
         style="yellow",
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from bytecheckpoint.diagnostics.telemetry import end_of, phases_of, read_save_records
+from bytecheckpoint.diagnostics.telemetry import RankRecord, end_of, phases_of, read_save_records
+from bytecheckpoint.errors import StorageError, UnsafeCheckpointError
 from bytecheckpoint.storage.store import Store
 
 from ..analysis.checkpoint_list import ListedCheckpoint
@@ -57,11 +59,14 @@ class TimedCheckpoint:
         return f"{what}  in {seconds_text(self.seconds)}, {rate}{stall}{slowest}{of_rank}"
 
 
-def with_timings(store: Store, item: ListedCheckpoint, *, is_replacement: bool) -> TimedCheckpoint:
-    """Returns a checkpoint with the times of its save, from telemetry. Raises StorageError if the store cannot be
-    listed.
+def with_timings(
+    store: Store, item: ListedCheckpoint, *, is_replacement: bool, is_last_try: bool = False
+) -> TimedCheckpoint:
+    """Returns a checkpoint with the times of its save, from telemetry; without times if the storage does not permit to
+    list that, or it lies outside of the root. For other failures of the store raises StorageError, or returns it
+    without times if `is_last_try`.
     """
-    ranks = read_save_records(store, item.folder, item.save_id).ranks if item.save_id else []
+    ranks = _records_of(store, item, is_last_try=is_last_try)
     slowest = max(phases_of(ranks), key=lambda phase: phase.max_s, default=None)
     return TimedCheckpoint(
         path=item.path,
@@ -79,3 +84,12 @@ def with_timings(store: Store, item: ListedCheckpoint, *, is_replacement: bool) 
         is_replacement=is_replacement,
         problem=item.problem,
     )
+
+
+def _records_of(store: Store, item: ListedCheckpoint, *, is_last_try: bool) -> Sequence[RankRecord]:
+    try:
+        return read_save_records(store, item.folder, item.save_id).ranks if item.save_id else []
+    except (StorageError, UnsafeCheckpointError) as error:
+        if not is_last_try and error.kind not in {"permission", "path_escape"}:
+            raise
+        return []

@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import click
 
-from bytecheckpoint.errors import CheckpointSaveError, StorageError
-from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint
+from bytecheckpoint.errors import CheckpointNotFoundError, CheckpointSaveError, StorageError
+from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, Opening, find_checkpoint
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.store import Store
 
@@ -59,7 +59,7 @@ def watch(*, root: str, interval_s: float, once: bool, access: AccessOptions, as
             with_timings(store, commit.checkpoint, is_replacement=commit.is_replacement) for commit in commits.look()
         ]
         if not found:
-            find_checkpoint(root, "latest", Opening(access.storage_options))  # raises with what is there instead
+            _refuse_foreign(find_checkpoint(root, "latest", Opening(access.storage_options)))  # or raises what is there
         if as_json:
             print_json({"root": str(store), "checkpoints": found})
         else:
@@ -75,13 +75,24 @@ def watch(*, root: str, interval_s: float, once: bool, access: AccessOptions, as
         return exit_codes.INTERRUPTED
 
 
+def _refuse_foreign(found: FoundCheckpoint) -> None:
+    if found.foreign is not None:
+        what = f"{found.path} is a checkpoint of {found.foreign.format}: only those that this library saves are watched"
+        raise CheckpointNotFoundError(f"{what}; `bcp ls` lists the others", kind="not_found", path=found.path)
+
+
 def _watch(store: Store, commits: CommitWatch, *, interval_s: float, as_json: bool) -> NoReturn:
-    is_failing = False
+    is_failing, tried = False, ""
     while True:
         time.sleep(interval_s)
         try:
             for commit in commits.look():
-                _print(with_timings(store, commit.checkpoint, is_replacement=commit.is_replacement), as_json=as_json)
+                item = commit.checkpoint
+                # Hazard: telemetry that can never be listed would hold up all later checkpoints.
+                is_last_try, tried = tried == item.path, item.path
+                timed = with_timings(store, item, is_replacement=commit.is_replacement, is_last_try=is_last_try)
+                _print(timed, as_json=as_json)
+                tried = ""
         except (StorageError, CheckpointSaveError) as error:  # a store that was there before may be there again
             if not is_failing:
                 what = printable(" ".join(error.message.split()))

@@ -223,7 +223,7 @@ def print_in_depth(
             _print_chunks(screen, manifest, record, limit)
         drawn = map_chunks(record, max_rows=MAX_ROWS, max_columns=MAX_COLUMNS)
         if drawn is not None:
-            again = "" if len(drawn.files) <= NUM_LETTERS else f", which come again after {NUM_LETTERS} files"
+            again = "" if len(drawn.files) <= NUM_LETTERS else f" (letters repeat after {NUM_LETTERS} files)"
             screen.paragraph(f"    which file holds what, by letter{again}, {axes_text(drawn.axes)}:", style="dim")
             for line in lines_of(drawn):
                 screen.line(f"    {line}")

@@ -14,6 +14,7 @@ from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.open_store import is_plain_path
+from bytecheckpoint.storage.paths import join_name
 
 from ..checkpoint_list import list_checkpoints
 from .entries import Part
@@ -104,7 +105,8 @@ def _checkpoint(
     values = _top_values(manifest)
     step = step_of(manifest, values)
     step = step_in_name(manifest, shown) if step is None else step
-    arguments = ["storage_options=storage_options"] if storage_options else []
+    needs = ["storage_options"] if storage_options else []
+    arguments = [f"{name}={name}" for name in needs]
     arguments += ["options=bcp.LoadOptions(follow_links=True)"] if manifest.linked_to else []
     return CheckpointDiagnosis(
         path=found.path,
@@ -115,7 +117,7 @@ def _checkpoint(
         num_bytes=info.num_bytes,
         num_files=len(manifest.files),
         parts=parts,
-        code=[*resume_code(manifest, shown, step), *load_codes(parts, LoadCall(shown, arguments))],
+        code=[*resume_code(manifest, shown, step), *load_codes(parts, LoadCall(shown, arguments, needs))],
         convert=_convert(shown, manifest),
         left_out=manifest.metadata.get("left_out") if manifest.foreign_format else None,
         neighbours=_other_steps(found),
@@ -143,7 +145,7 @@ def _other_steps(found: FoundCheckpoint) -> list[Neighbour]:
     committed = set(layout.committed_steps(found.store))
     steps = {step: name for name in found.store.list("") if (step := layout.parse_step(name)) is not None}
     return [
-        Neighbour(path=f"{found.store}/{name}", format=OWN_FORMAT, step=step, committed=step in committed)
+        Neighbour(path=join_name(str(found.store), name), format=OWN_FORMAT, step=step, committed=step in committed)
         for step, name in sorted(steps.items(), reverse=True)
         if name != found.folder
     ]

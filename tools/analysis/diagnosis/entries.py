@@ -66,8 +66,8 @@ class Part:
     wrapper: str = ""
     """Prefix below the name that a wrapper of the model has added to all of its tensors."""
     top_names: Sequence[str] = ()
-    """Starts of the names of its tensors, as regular expressions; of a model without a name alone, and only where
-    optimizer state, or a plain value that is no dict, lies beside it."""
+    """Starts of the names of its tensors, as regular expressions; only for a model without a name beside which
+    optimizer state, or a plain value that is no dict, lies."""
     excluded: str = ""
     """Glob of what a load must leave out."""
     needs_cast: bool = False
@@ -91,8 +91,9 @@ def entry_part(fqn: str, tree: Any, manifest: Manifest) -> Part:
     part = Part(name=fqn, kind="values", holds=_value_text(tree), into="a value under this name")
     refs = _tensor_fqns(tree)
     if has_mark(manifest.objects[fqn]):
-        size = count_text(tree.get("size", 0), "data-parallel rank") if isinstance(tree, dict) else "ranks"
-        return replace(part, kind="data", holds=f"a data loader of {size}", into="a bcp.DataLoaderState")
+        size = tree.get("size") if isinstance(tree, dict) else None
+        of = count_text(size, "data-parallel rank") if type(size) is int else "ranks"
+        return replace(part, kind="data", holds=f"a data loader of {of}", into="a bcp.DataLoaderState")
     if is_optimizer(tree):
         return _optimizer(part, tree)
     if RANDOM.search(fqn):
@@ -152,8 +153,8 @@ def is_scheduler(value: Mapping[Any, Any]) -> bool:
 
 
 def is_model_state(tree: Any) -> bool:
-    """Returns True for a dict of nothing but tensors, the extra state of modules and dicts like it, with at least one
-    tensor in it and in each dict inside.
+    """Returns True for a dict that holds only tensors, extra state of modules, and dicts of this same form, with at
+    least one tensor in it and in each dict inside.
     """
     if not isinstance(tree, dict):
         return False

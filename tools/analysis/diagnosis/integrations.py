@@ -75,8 +75,8 @@ def step_in_name(manifest: Manifest, path: str) -> int | None:
 
 
 def resume_code(manifest: Manifest, path: str, step: int | None) -> list[LoadCode]:
-    """Returns the line with which a run in its framework goes on; an empty list if there is none, for weights alone,
-    and if the line needs the step and it is None.
+    """Returns the line with which a run in its framework goes on; an empty list if no framework is known, if the
+    checkpoint has only weights, or if the line needs a step and `step` is None.
     """
     found = integration_of(manifest)
     if found is None or manifest.metadata.get("weights_only") or (step is None and "{step}" in found.line):
@@ -91,7 +91,7 @@ def resume_code(manifest: Manifest, path: str, step: int | None) -> list[LoadCod
 
 def _step_folder(path: str) -> str:
     """Returns the path if it is a folder of a step of verl, else the folder above it: verl takes no path without the
-    name of the step in it. A path that does not say it is made absolute.
+    name of the step in it. A path that does not end with that name is made absolute first, as `.` in such a folder.
     """
     if _IS_STEP(path.rstrip("/").rpartition("/")[2]):
         return path

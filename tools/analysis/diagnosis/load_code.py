@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import keyword
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -23,6 +24,8 @@ _VARIABLES: Mapping[Kind, str] = {
     "grad scaler": "scaler",
     "data": "loader",
 }
+_TAKEN = frozenset({"bcp", "torch", "storage_options", "values"})
+"""Names that the lines use themselves."""
 _ONLY_READ: frozenset[Kind] = frozenset({"tensors", "values", "values of ranks"})
 
 
@@ -32,8 +35,8 @@ class LoadCode(NamedTuple):
     does: str
     """What they do, such as `load the model alone`."""
     needs: Sequence[str]
-    """Names that must have a value: live objects and, for data, `dp_rank` and `dp_size`; or only `options`, for a line
-    of a command's options."""
+    """Names that must have a value: live objects, for data `dp_rank` and `dp_size`, and `storage_options` where they
+    were given; or only `options`, for a line of a command's options."""
     lines: Sequence[str]
     imports: Sequence[str] = ("import bytecheckpoint as bcp",)
 
@@ -43,6 +46,8 @@ class LoadCall(NamedTuple):
 
     path: str
     arguments: Sequence[str]
+    needs: Sequence[str]
+    """Names in these arguments that must have a value."""
 
     def lines(self, start: str, *arguments: str, end: str = ")") -> list[str]:
         """Returns a call that begins with `start`, in one line or with a line for each argument."""
@@ -77,7 +82,7 @@ def load_codes(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
     codes += [_load_inner_model(item.part, call) for item in together if item.part.model_inside]
     codes += [*_set_generators(parts, call), *_read_values(parts, call), *_read_trees(parts, call)]
     codes += _read_values_of_ranks(parts, call)
-    return codes
+    return [code._replace(needs=[*code.needs, *call.needs]) for code in codes]
 
 
 def _purpose(item: _StateEntry) -> str:
@@ -99,7 +104,8 @@ def _items(parts: Sequence[Part]) -> list[_StateEntry]:
         while not part.is_copy and any(variable in item.needs for item in items):
             variable += "_2"
         name = part.name or variable
-        stem = _list_of(name)
+        # Names of a module's tensors have its number even in a list of one; names of other objects do not.
+        stem = "" if part.kind == "model" else _list_of(name)
         keys = [name] if not stem else [stem, name.removeprefix(f"{stem}.")][: num_in_list[stem]]
         match part.kind:
             case "random numbers":
@@ -119,8 +125,11 @@ def _list_of(name: str) -> str:
 
 
 def _identifier(name: str, otherwise: str) -> str:
-    found = re.sub(r"\W+", "_", name).strip("_")
-    return found if found.isidentifier() and not keyword.iskeyword(found) else f"{otherwise}_{found}"
+    found = re.sub(r"\W+", "_", unicodedata.normalize("NFKC", name)).strip("_")  # Python takes names in this form
+    if not f"_{found}".isidentifier():
+        found = re.sub(r"\W+", "_", found, flags=re.ASCII).strip("_")
+    is_free = found.isidentifier() and not keyword.iskeyword(found) and found not in _TAKEN
+    return found if is_free else f"{otherwise}_{found}"
 
 
 def _load(does: str, items: Sequence[_StateEntry], call: LoadCall, *more: str) -> LoadCode:
@@ -202,7 +211,13 @@ def _load_inner_model(part: Part, call: LoadCall) -> LoadCode:
 def _read_values(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
     names = [part.name for part in parts if part.kind == "values" and "." not in part.name]
     names.sort(key=lambda name: _READ_FIRST.index(name) if name in _READ_FIRST else len(_READ_FIRST))
-    lines = [f"{_identifier(name, 'value')} = values[{quoted(name)}]" for name in names[:_NUM_READ]]
+    variables: dict[str, str] = {}
+    for name in names[:_NUM_READ]:
+        variable = _identifier(name, "value")
+        while variable in variables:
+            variable += "_2"
+        variables[variable] = name
+    lines = [f"{variable} = values[{quoted(name)}]" for variable, name in variables.items()]
     opened = call.lines("values = bcp.open", end=").objects")
     return [LoadCode("read plain values", [], [*opened, *lines])] if names else []
 

@@ -21,7 +21,7 @@ def is_optimizer(tree: Any) -> bool:
     if not isinstance(tree, dict) or "state" not in tree or not isinstance(tree.get("groups"), dict):
         return False
     groups = tree["groups"].values()
-    return bool(groups) and all(isinstance(group, dict) and "params" in group for group in groups)
+    return bool(groups) and all(isinstance(group, dict) and isinstance(group.get("params"), dict) for group in groups)
 
 
 def optimizers_in(manifest: Manifest) -> list[str]:

@@ -5,12 +5,12 @@ the manifest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
 from bytecheckpoint.errors import and_more
-from bytecheckpoint.info import OWN_FORMAT
+from bytecheckpoint.info import INTEGRATION, OWN_FORMAT
 from bytecheckpoint.manifest import Manifest
 
 from ..summary import ManifestSummary, TensorEntry
@@ -33,31 +33,40 @@ from .optimizer_trees import is_optimizer
 
 _NAMED_BY_READER = frozenset({OWN_FORMAT, "deepspeed", "megatron"})
 """Formats in which models may have names; in all others they have none."""
+_FACTS = "@subclass"
+"""Last part of the names of facts of tensor subclasses."""
 _GENERATOR_BYTES = 5056
 """Length of the state of torch's generator on the host."""
 
 
 def find_parts(manifest: Manifest) -> list[Part]:
     """Returns the parts of a checkpoint, models first, plain values last. Raises the errors of decoding plain data."""
-    from bytecheckpoint.adapters.plain.plain_data import decode_plain  # noqa: PLC0415 - it needs torch
+    from bytecheckpoint.adapters.plain.plain_data import decode_plain, without_content  # noqa: PLC0415 - it needs torch
 
     trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items() if not is_extra_state(fqn)}
-    below: dict[str, list[TensorEntry]] = {fqn: [] for fqn in trees}
+    by_rank = manifest.rank_objects
+    below: dict[str, list[TensorEntry]] = {fqn: [] for fqn in (*trees, *by_rank)}
     bare: list[TensorEntry] = []
     for tensor in ManifestSummary(manifest).tensors:
-        tree = _tree_of(tensor.fqn, trees)
+        name = without_content(tensor.fqn)
+        tree = _tree_of(name, trees if name == tensor.fqn else below)
         (bare if tree is None else below[tree]).append(tensor)
     if is_scheduler(trees) and not bare:
         return [Part(name="", kind="scheduler", holds=scheduler_text(trees), into="the scheduler")]
     found = _bare_parts(bare, manifest, trees)
     found += [_with_tensors(entry_part(fqn, tree, manifest), below[fqn]) for fqn, tree in trees.items()]
-    found += [rank_part(fqn, decode_plain(next(iter(data.values())))) for fqn, data in manifest.rank_objects.items()]
+    found += [
+        _with_tensors(rank_part(fqn, decode_plain(next(iter(data.values())))), below[fqn])
+        for fqn, data in by_rank.items()
+    ]
     order = get_args(Kind)
     return sorted(found, key=lambda part: order.index(part.kind))
 
 
 def _tree_of(fqn: str, trees: Mapping[str, Any]) -> str | None:
-    """Returns the name of the entry of plain data that a tensor belongs to; None if it belongs to none."""
+    """Returns the name of the entry of plain data or values of ranks that a tensor belongs to; None if it belongs to
+    none.
+    """
     name = fqn
     while name and name not in trees:
         name = name.rpartition(".")[0]
@@ -81,15 +90,16 @@ def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mappi
     """Returns the parts that consist of tensors outside of trees: models, with a name or without, then single tensors
     and optimizer state of Megatron.
     """
+    containers = _containers(trees, {tensor.fqn for tensor in tensors}) if _is_of_live_objects(manifest) else set[str]()
     groups: dict[str, list[TensorEntry]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.fqn.partition(".")[0], []).append(tensor)
+        groups.setdefault(_entry_of(tensor.fqn, containers), []).append(tensor)
     states = [groups.pop(name) for name in list(groups) if all(_is_state(each.fqn) for each in groups[name])]
     has_modules = any(
-        "." in tensor.fqn or tensor.fqn in USUAL_NAMES for members in groups.values() for tensor in members
+        tensor.fqn != name or name in USUAL_NAMES for name, members in groups.items() for tensor in members
     )
-    top = [tensor for members in groups.values() for tensor in members if "." not in tensor.fqn]
-    is_named = (manifest.foreign_format or OWN_FORMAT) in _NAMED_BY_READER and _are_named(groups, trees)
+    top = [tensor for name, members in groups.items() for tensor in members if tensor.fqn == name]
+    is_named = (manifest.foreign_format or OWN_FORMAT) in _NAMED_BY_READER and _are_named(groups, trees, manifest)
     lone = [tensor for tensor in top if is_named or not has_modules or _is_lone(tensor, trees)]
     groups = {
         name: others
@@ -108,6 +118,35 @@ def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mappi
     if _has_extra_state_of_megatron(manifest):
         models = [replace(part, excluded=f"*{EXTRA_STATE}*") for part in models]
     return [*(_in_two_precisions(models) if manifest.foreign_format == "deepspeed" else models), *parts]
+
+
+def _containers(trees: Mapping[str, Any], tensors: Collection[str]) -> set[str]:
+    """Returns the names of dicts and lists of the state that hold modules: those above plain data.
+
+    Plain data that a module's hooks add, or facts of tensor subclasses, count for none: it lies below what has the name
+    of a model or a parameter. Only optimizers and schedulers never do.
+    """
+    found: set[str] = set()
+    for name, tree in trees.items():
+        parts = name.split(".")
+        above = [".".join(parts[:end]) for end in range(1, len(parts))]
+        is_live = is_optimizer(tree) or (isinstance(tree, dict) and is_scheduler(tree))
+        if is_live or not (parts[-1] == _FACTS or any(_is_of_model(each, tensors) for each in above)):
+            found.update(above)
+    return found
+
+
+def _is_of_model(name: str, tensors: Collection[str]) -> bool:
+    has_parameter = any(f"{name}.{parameter}" in tensors for parameter in USUAL_NAMES)
+    return has_parameter or bool(MODEL_NAMES.match(name.rpartition(".")[2]))
+
+
+def _entry_of(fqn: str, containers: Collection[str]) -> str:
+    """Returns the first name on the way to a tensor that is not a container's, such as that of the tensor's module."""
+    end = fqn.find(".")
+    while end >= 0 and fqn[:end] in containers:
+        end = fqn.find(".", end + 1)
+    return fqn if end < 0 else fqn[:end]
 
 
 def _top_names(part: Part) -> list[str]:
@@ -171,9 +210,9 @@ def _unknown_optimizer(fqn: str) -> Part:
     )
 
 
-def _are_named(groups: Mapping[str, Sequence[TensorEntry]], trees: Mapping[str, Any]) -> bool:
-    """Returns True if the first parts of these names name models, not modules of one model. Names of parameters in an
-    optimizer decide; without these, words such as `model`, or that there is only one module.
+def _are_named(groups: Mapping[str, Sequence[TensorEntry]], trees: Mapping[str, Any], manifest: Manifest) -> bool:
+    """Returns True if these groups are models, not modules of one model. Names of parameters in an optimizer decide;
+    without these, words such as `model`, or that there is only one module.
     """
     names = {tensor.fqn for members in groups.values() for tensor in members}
     for tree in trees.values():
@@ -182,11 +221,22 @@ def _are_named(groups: Mapping[str, Sequence[TensorEntry]], trees: Mapping[str, 
             if trained and any(f"{group}.{trained[0]}" in names for group in groups):
                 return True
             if trained and trained[0] in names:
-                return False
-    if any(map(MODEL_NAMES.match, groups)):
+                # A save names the parameters of each module that is not `model` by FQN. So do the state_dicts of one
+                # model that a conversion or an integration has at the top.
+                is_module = "." in trained[0] and not trained[0].partition(".")[0].isdecimal()
+                return is_module and _is_of_live_objects(manifest)
+    if any(MODEL_NAMES.match(name.rpartition(".")[2]) for name in groups):
         return True
-    modules = [name for name, members in groups.items() if any("." in tensor.fqn for tensor in members)]
+    modules = [name for name, members in groups.items() if any(tensor.fqn != name for tensor in members)]
+    if any("." in name for name in modules):  # in a dict or a list of the state
+        return True
     return len(modules) == 1 and not modules[0].isdecimal() and not groups.keys() & USUAL_NAMES
+
+
+def _is_of_live_objects(manifest: Manifest) -> bool:
+    """Returns True for a save of this library's own calls, neither a conversion's nor an integration's."""
+    is_other = manifest.foreign_format or "converted_from" in manifest.provenance
+    return not is_other and INTEGRATION not in manifest.metadata
 
 
 def _model(name: str, tensors: Iterable[TensorEntry]) -> Part:

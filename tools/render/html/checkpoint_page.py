@@ -82,8 +82,8 @@ def _sections(opened: Opened, summary: ManifestSummary, shown: ReportContents) -
 
 
 def _pictures(opened: Opened, summary: ManifestSummary, shown: ReportContents) -> Iterator[str]:
-    """Yields pictures of at most 12 tensors of several chunks: the selected ones, or else the largest one of each
-    number of chunks and of dimensions.
+    """Yields pictures of at most 12 tensors of several chunks: the selected ones, or else those that
+    `_largest_by_count` returns.
     """
     stored = {tensor.stored_fqn: tensor for tensor in shown.tensors if summary.num_chunks_of(tensor) > 1}
     chosen = list(stored.values()) if shown.is_selected else _largest_by_count(summary, list(stored.values()))
@@ -118,7 +118,7 @@ def _histograms(shown: ReportContents) -> Iterator[str]:
 
 
 def _largest_by_count(summary: ManifestSummary, tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """Returns the largest tensor of each number of chunks and of dimensions."""
+    """Returns the largest tensor of those with the same number of chunks and the same number of dimensions."""
     largest: dict[tuple[int, int], TensorEntry] = {}
     for tensor in sorted(tensors, key=lambda tensor: -tensor.num_bytes):
         largest.setdefault((summary.num_chunks_of(tensor), len(tensor.shape)), tensor)

@@ -26,8 +26,6 @@ def histogram_picture(histogram: Histogram) -> str:
     """Draws a bar for each bin, as high as its share of the fullest bin."""
     counts = histogram.counts.tolist()
     low, high = histogram.low, histogram.high
-    if low == high:
-        low, high = low - 0.5, high + 0.5
     width, bin_width = WIDTH / len(counts), (high - low) / len(counts)
     room = _HEIGHT - _AXIS_HEIGHT - _TOP
     parts = []

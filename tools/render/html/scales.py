@@ -7,10 +7,10 @@ import math
 
 def round_ticks(low: float, high: float, *, max_ticks: int, base: int = 10) -> list[float]:
     """Returns at most `max_ticks` multiples of 1, 2 or 5 times a power of ten in an interval; with base 1024, of so
-    many KiB, MiB and so on. Returns only `low` for an interval that is empty or not finite.
+    many KiB, MiB and so on. Returns only `low` for an interval that is empty, not finite, or below 1e-300.
     """
     span = high - low
-    if not (math.isfinite(span) and span > 0):
+    if not 1e-300 <= span < math.inf:  # a shorter step would be 0
         return [low]
     unit = 1.0
     while base != 10 and max(abs(low), abs(high)) >= base * unit:
