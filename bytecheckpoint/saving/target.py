@@ -48,8 +48,8 @@ class SaveOwner(NamedTuple):
     save_id_prefix: str
     """First 8 characters of the ids of its saves, by which other owners recognise what these saves left."""
     may_replace: Callable[[], bool]
-    """Called by the coordinator before anything is written, and again before the commit. Returns True if a checkpoint
-    that stands there may be replaced; raises CheckpointExistsError if it is protected."""
+    """Called by the coordinator, perhaps twice before anything is written, and again before the commit. Returns True if
+    a checkpoint that stands there may be replaced; raises CheckpointExistsError if it is protected."""
     before_commit: Callable[[], None]
     """Called by the coordinator just before it creates the manifest. Raises like `check`."""
     check: Callable[[], None]

@@ -171,8 +171,9 @@ def _upload(call: SaveCall, files: SaveFiles, stage: LocalStage, plan: SavePlan 
 
 def _new_journal(ranks: Ranks, target: SaveTarget, stage: LocalStage, *, save_id: str) -> Journal:
     endpoint = endpoint_of(target.store)
+    overwrite = ranks.rank == COORDINATOR and target.may_replace()
     replaces = []
-    if ranks.rank == COORDINATOR and target.overwrite:  # the save committed there, and saves still uploaded there
+    if overwrite:  # the save committed there, and saves still uploaded there
         journals = [found.journal for found in stage_folder.scan(stage.root) if found.journal]
         here = (endpoint, target.path)
         replaces = [journal.save_id for journal in journals if (journal.endpoint, journal.path) == here]
@@ -186,6 +187,6 @@ def _new_journal(ranks: Ranks, target: SaveTarget, stage: LocalStage, *, save_id
         endpoint=endpoint,
         folder=target.folder,
         step=target.step,
-        overwrite=target.overwrite,
+        overwrite=overwrite,
         replaces=replaces,
     )

@@ -59,16 +59,17 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the checkpoint inside the store."""
     step: int | None
     overwrite: bool
+    """True if the save may replace a checkpoint. Set by the coordinator alone, as is `replaces`."""
     replaces: list[str] = []
-    """Save ids of the checkpoints that were there, or being saved there, when the save began. Set by
-    the coordinator of a save with `overwrite`, else empty.
+    """Save ids of the checkpoints that were there, or being saved there, when the save began; empty without
+    `overwrite`.
     """
     host: str = msgspec.field(default_factory=socket.gethostname)
     started_at: float = msgspec.field(default_factory=time.time)
     files: list[DataFile] | None = None
     """Set once all files of this rank are durable."""
     direct: list[str] = []
-    """Names of files that were written to the path directly, because there was no space for them here."""
+    """Names of files that are at the path already: there was no space for them here, or an earlier checkpoint had them."""
 
     @property
     def path(self) -> str:
