@@ -209,7 +209,9 @@ def _target_folder(store: Store, folder: str, *, is_step: bool) -> TargetFolder:
     save_id = None
     with suppress(CheckpointCorruptError, UnsafeCheckpointError):
         save_id = layout.committed_save_id(store, folder)
-    return TargetFolder(save_id, sizes, checkpoint_in_the_way(store, folder, is_step=is_step))
+    is_above_seen = folder != "" or not is_step  # `recover` may be given the path of a step
+    in_the_way = checkpoint_in_the_way(store, folder, is_step=is_step) if is_above_seen else ""
+    return TargetFolder(save_id, sizes, in_the_way)
 
 
 def _mark_alive(store: Store, verdicts: Sequence[RecoveryVerdict]) -> bool:
