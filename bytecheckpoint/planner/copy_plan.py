@@ -79,7 +79,8 @@ def check_wanted(wanted: Sequence[WantedTensor], manifest: Manifest) -> None:
             _check_piece(tensor, piece, manifest)
         fault = find_tiling_fault(tensor.shape, [piece.region for piece in tensor.pieces])
         if fault is not None:
-            why = f"there is nothing for {describe(fault.hole)}" if fault.hole else "two parts overlap, or one reaches out of it"
+            hole = fault.hole and f"there is nothing for {describe(fault.hole)}"
+            why = hole or "two parts overlap, or one reaches out of it"
             raise _not_made(tensor, why)
 
 

@@ -212,7 +212,7 @@ class _Division:
         self._extents = extents
         self._read_bytes = [0] * num_ranks
         self._divided: dict[tuple[int, ...], _Divided] = {}
-        """By the id of the runs and the loads. Replicas mostly have equal loads, and divide the same runs alike."""
+        """By `id(runs)` and the loads. Replicas mostly have equal loads, and divide the same runs alike."""
 
     def parts_of(self, ranks: Sequence[int]) -> Iterator[Sequence[int]]:
         """Divides the ranks into parts that share reading. A part has all of the ranks on a few hosts; hosts that

@@ -205,14 +205,12 @@ def _refuse_faults(faults: Sequence[tuple[str, Sequence[int], TilingFault]]) -> 
         for fqn, shape, fault in faults
         if fault.overlap
     ]
-    holes = [
-        f"{fqn}{list(shape)}: no rank holds {describe(fault.hole)}" for fqn, shape, fault in faults if fault.hole
-    ]
+    holes = [f"{fqn}{list(shape)}: no rank holds {describe(fault.hole)}" for fqn, shape, fault in faults if fault.hole]
     if overlaps:
         raise CheckpointMismatchError(
-            f"the shards of {len(overlaps)} tensors overlap without being replicas, or reach out of the tensor; nothing "
-            "was written. Every element must lie in one region, or in the same region on all ranks that hold it, and "
-            "options.codec must be the same on all ranks:\n" + first_lines(overlaps),
+            f"the shards of {len(overlaps)} tensors overlap without being replicas, or reach out of the tensor; "
+            "nothing was written. Every element must lie in one region, or in the same region on all ranks that hold "
+            "it, and options.codec must be the same on all ranks:\n" + first_lines(overlaps),
             kind="conflict",
         )
     if holes:

@@ -53,8 +53,7 @@ def kind_of_snapshot(options: SaveOptions, *, async_save: bool) -> SnapshotKind:
     """
     if not async_save:
         return "none" if options.memory is None else "copy"
-    wanted = options.snapshot
-    return "lazy" if wanted == "lazy" else "copy"
+    return "lazy" if options.snapshot == "lazy" else "copy"
 
 
 def take_snapshot(

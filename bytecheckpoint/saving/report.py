@@ -109,7 +109,7 @@ def reported_files(report: bytes) -> list[DataFile]:
 
 
 def _locations(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> Iterator[tuple[PlacedChunk, int, ChunkLocation]]:
-    """Yields each chunk, the number of its file, and its location, which counts from the file's byte in `starts`."""
+    """Yields each chunk, the number of its file, and its location: see `_RankReport.starts`."""
     for number, (planned, file) in enumerate(zip(agreed.rank_plan.files, written, strict=True)):
         as_planned = (ChunkLocation(chunk.data_offset, chunk.byte_length, "none") for chunk in planned.chunks)
         for chunk, location in zip(planned.chunks, file.locations or as_planned, strict=True):

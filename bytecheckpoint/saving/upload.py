@@ -102,8 +102,8 @@ def write_upload_and_commit(
 def _write_to_stage(
     prepared: PreparedSave, files: SaveFiles, stage: LocalStage, metadata: Mapping[str, Any]
 ) -> tuple[_StagedSave, bytes, list[TimedReport]]:
-    """Writes this rank's files to its local stage. Returns the coordinator's message and, on the coordinator, the
-    manifest and the reports of all ranks.
+    """Writes this rank's files to its local stage. Returns the coordinator's message, and the manifest and the
+    reports of all ranks, which are empty except on the coordinator.
     """
     agreed, call, target = prepared.agree(), prepared.call, files.target
     ranks, about, timer = call

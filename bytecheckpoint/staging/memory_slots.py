@@ -70,9 +70,9 @@ class JobMemory:
         self.parity.begin_save()
 
     def take(self, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
-        """Returns memory for an image with files of these lengths, in a slot whose content is no longer needed; without
-        room for one, in the slot of the newest save that survives the loss of a host, if that is not the newest save.
-        Called again for the same save, takes the same slot.
+        """Returns memory for an image with files of these lengths, in bytes, in a slot whose content is no longer
+        needed; without room for one, in the slot of the newest save that survives the loss of a host, if that is not
+        the newest save. Called again for the same save, takes the same slot.
 
         Raises CheckpointSaveError (no_space).
         """
@@ -322,7 +322,9 @@ class MemoryPart(NamedTuple):
     """Limit for all that the job holds in memory on this host; None for no limit of its own."""
 
     def take(self, lengths: Sequence[int], *, staging_bytes: int | None) -> memoryview:
-        """Returns the memory for an image. Raises CheckpointSaveError (no_space, unsupported_value)."""
+        """Returns memory for an image with files of these lengths, in bytes. Raises CheckpointSaveError:
+        unsupported_value if `staging_bytes` is less than the image, no_space if there is no room for it.
+        """
         num_bytes = slot_file.image_bytes(lengths)
         if staging_bytes is not None and staging_bytes < num_bytes:
             raise CheckpointSaveError(

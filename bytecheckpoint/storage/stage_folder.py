@@ -69,7 +69,7 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     files: list[DataFile] | None = None
     """Set once all files of this rank are durable."""
     direct: list[str] = []
-    """Names of files that are at the path already: there was no space for them here, or an earlier checkpoint had them."""
+    """Names of files that are at the path already: there was no space here, or an earlier checkpoint had them."""
 
     @property
     def path(self) -> str:

@@ -18,7 +18,7 @@ from bytecheckpoint.saving.target import SaveOwner
 
 
 def save_owned(
-    path: Path, owner: SaveOwner, *, options: bcp.SaveOptions = bcp.SaveOptions(), value: float = 1.0
+    path: Path, owner: SaveOwner, *, options: bcp.SaveOptions | None = None, value: float = 1.0
 ) -> bcp.CheckpointInfo:
     return phases.run_save(
         path,
@@ -29,7 +29,7 @@ def save_owned(
         process_group=None,
         role=None,
         storage_options=None,
-        options=options,
+        options=options or bcp.SaveOptions(),
         owner=owner,
     ).result()
 
