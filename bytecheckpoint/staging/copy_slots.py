@@ -51,8 +51,9 @@ class CopySlots:
         with self._job.locked():
             with suppress(FileExistsError):
                 os.mkdir(self._folder, 0o700)
-            slot = self._taken[owner] = self._free_slot(num_bytes)
+            slot = self._free_slot(num_bytes)
             self._reserve(slot, num_bytes, max_bytes)
+            self._taken[owner] = slot
         return slot.begin(lengths)
 
     def fill(self, owner: int, save_id: str, step: int, lengths: Sequence[int], *, numbers: Sequence[int] = ()) -> None:
