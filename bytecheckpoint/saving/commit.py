@@ -271,7 +271,8 @@ def _may_be_committed(files: SaveFiles) -> bool:
 
 
 def discard(files: SaveFiles) -> None:
-    """Deletes the files of a save that will not be committed: the coordinator those of all ranks, the others their own.
+    """Deletes the files of a save that will not be committed: the coordinator those of all ranks, the others their own,
+    and each rank its folder in the local stage.
 
     Deletes nothing if recovery can still commit the save. A file that cannot be deleted raises no error.
     """

@@ -182,7 +182,8 @@ def build_manifest(
     step: int | None,
     metadata: Mapping[str, Any],
 ) -> Manifest:
-    """Returns the manifest of the reports of all ranks, whose global ranks are `global_ranks`.
+    """Returns the manifest of the reports of all ranks, whose global ranks are `global_ranks`. Sets `written` of the
+    rank plan, for later saves.
 
     Raises CheckpointSaveError (storage) if a report contradicts the plan.
     """

@@ -58,7 +58,9 @@ class SaveOwner(NamedTuple):
 
 
 class SaveTarget(NamedTuple):
-    """The place of the checkpoint; the same on all ranks, except for the folder of the local stage."""
+    """The place of the checkpoint; the same on all ranks, except that each may have another local stage, and the
+    coordinator alone an owner.
+    """
 
     store: Store
     folder: str
