@@ -107,7 +107,7 @@ class CopySlots:
         new_bytes = num_bytes - slot.capacity
         if new_bytes > 0:
             held_bytes = bytes_of_all_slots(self._job) + bytes_of_second_slots(self._job)
-            check_room(self._job.root, new_bytes, held_bytes=held_bytes, max_bytes=max_bytes)
+            check_room(self._job.root, new_bytes, held_bytes=held_bytes, max_bytes=max_bytes, is_copy=True)
         try:
             slot.reserve(num_bytes)
         except OSError as error:

@@ -297,7 +297,8 @@ class JobMemory:
             ) from error
 
     def _check_room(self, new_bytes: int, max_bytes: int | None) -> None:
-        check_room(self.job.root, new_bytes, held_bytes=bytes_of_all_slots(self.job), max_bytes=max_bytes)
+        held_bytes = bytes_of_all_slots(self.job)
+        check_room(self.job.root, new_bytes, held_bytes=held_bytes, max_bytes=max_bytes, is_copy=False)
 
     def close(self) -> None:
         """Releases all slots, with what they hold, to whichever process takes them next, and ends the registration of

@@ -129,4 +129,6 @@ def test_a_copy_without_room_is_refused_again_when_it_is_tried_again(tmp_path: P
         with pytest.raises(bcp.CheckpointSaveError) as raised:
             copies.take(1, [MIB], max_bytes=MIB // 2)
         assert raised.value.kind == "no_space"
+        assert "a copy for another host needs" in str(raised.value)
+        assert "nothing was written" not in str(raised.value)  # the save itself is complete
     assert copies.take(1, [MIB], max_bytes=None).nbytes == MIB
