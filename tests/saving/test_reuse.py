@@ -287,3 +287,13 @@ def test_files_in_s3_are_copied_by_the_service(s3: S3Service, s3_prefix: str) ->
 def test_staging_in_waves_is_refused() -> None:
     with pytest.raises(ValueError, match="takes no staging_bytes"):
         bcp.SaveOptions(reuse=True, staging_bytes=64 << 20)
+
+
+def test_histories_of_paths_that_are_saved_to_once_do_not_pile_up() -> None:
+    histories = ReuseHistory()
+    first, second = histories.of_root("0"), histories.of_root("1")
+    for number in range(2, 9):
+        assert histories.of_root("0") is first
+        histories.of_root(str(number))
+    assert histories.of_root("0") is first
+    assert histories.of_root("1") is not second
