@@ -84,10 +84,10 @@ class ReuseHistory:
 
     def of_root(self, location: str) -> RootHistory:
         with self._lock:
-            self._roots[location] = self._roots.pop(location, None) or RootHistory()
+            history = self._roots[location] = self._roots.pop(location, RootHistory())
             while len(self._roots) > _MAX_ROOTS:
                 del self._roots[next(iter(self._roots))]
-            return self._roots[location]
+            return history
 
 
 class FoundChanges(NamedTuple):
