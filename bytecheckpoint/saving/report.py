@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import msgspec
@@ -241,10 +241,14 @@ def _contradiction(rank: int, planned: str, reported: str) -> CheckpointSaveErro
 
 def provenance_of(world_size: int) -> dict[str, Any]:
     """Returns the provenance of a checkpoint that is written now: number of ranks, time, and versions of software."""
+    try:
+        own_version = version("bytecheckpoint")
+    except PackageNotFoundError:  # a source tree on the path, or a frozen program without metadata
+        own_version = "unknown"
     return {
         "world_size": world_size,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "bytecheckpoint": version("bytecheckpoint"),
+        "bytecheckpoint": own_version,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
