@@ -20,6 +20,7 @@ from bytecheckpoint.storage.inventory import refuse_occupied
 from bytecheckpoint.storage.layout import root_of, step_folder
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.stage_folder import RootObject
 from bytecheckpoint.storage.store import Store, SupportsDuplicate, UnconditionalStore, full_location
 
 logger = logging.getLogger("bytecheckpoint")
@@ -55,6 +56,9 @@ class SaveOwner(NamedTuple):
     check: Callable[[], None]
     """Raises CheckpointSaveError (superseded) if another owner has claimed the root. Called by the coordinator when the
     manifest exists."""
+    root_objects: Callable[[], Sequence[RootObject]] = tuple
+    """Called by the coordinator of a save through a local stage. Returns what `before_commit` would write to the root,
+    which recovery writes if it commits the save."""
 
 
 class SaveTarget(NamedTuple):

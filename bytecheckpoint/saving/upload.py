@@ -172,6 +172,7 @@ def _upload(call: SaveCall, files: SaveFiles, stage: LocalStage, plan: SavePlan 
 def _new_journal(ranks: Ranks, target: SaveTarget, stage: LocalStage, *, save_id: str) -> Journal:
     endpoint = endpoint_of(target.store)
     overwrite = ranks.rank == COORDINATOR and target.may_replace()
+    objects = target.owner.root_objects() if ranks.rank == COORDINATOR and target.owner is not None else ()
     replaces = []
     if overwrite:  # the save committed there, and saves still uploaded there
         journals = [found.journal for found in stage_folder.scan(stage.root) if found.journal]
@@ -189,4 +190,5 @@ def _new_journal(ranks: Ranks, target: SaveTarget, stage: LocalStage, *, save_id
         step=target.step,
         overwrite=overwrite,
         replaces=replaces,
+        root_objects=list(objects),
     )
