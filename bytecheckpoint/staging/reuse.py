@@ -25,8 +25,9 @@ from bytecheckpoint.storage.store import SupportsDuplicate
 
 logger = logging.getLogger("bytecheckpoint")
 
-_MAX_ROOTS = 8
-"""Roots whose histories are kept: a process that saves each checkpoint to a path of its own would keep all of them."""
+_MAX_ROOTS = 64
+"""Roots whose histories are kept: a process that saves each checkpoint to a path of its own would keep all of them.
+Saves to more roots than this in turn find nothing unchanged."""
 _MIN_SHARE = 0.01
 """Share of a rank's bytes that must have been found unchanged to be worth a new plan."""
 
