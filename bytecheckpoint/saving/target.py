@@ -62,8 +62,8 @@ class SaveOwner(NamedTuple):
 
 
 class SaveTarget(NamedTuple):
-    """The place of the checkpoint; the same on all ranks, except that each may have another local stage, and the
-    coordinator alone an owner.
+    """The place of the checkpoint; the same on all ranks, except that each may have another local stage, and that
+    ranks other than the coordinator need no owner.
     """
 
     store: Store

@@ -87,7 +87,7 @@ def test_a_save_whose_data_the_new_owner_has_cleared_is_withdrawn(tmp_path: Path
 
 
 def test_a_recovery_replaces_what_the_owner_let_the_save_replace(tmp_path: Path) -> None:
-    """As a step of a branch that training left: the save has no `overwrite`, and `local()` has said that it is safe."""
+    """As a step that an earlier manager committed late: the save has no `overwrite`, and `local()` calls it durable."""
     options = bcp.SaveOptions(local_stage=tmp_path / "nvme", timeout_s=20)
     bcp.save(tmp_path / "run", {"weight": torch.ones(4)}, step=1)
     owner = SaveOwner("0123abcd", lambda: True, may_go_on, may_go_on)
