@@ -11,6 +11,7 @@ from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
 from bytecheckpoint.manager.step_records import BRANCH_NAME, Branch, read_abandoned
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.stage_folder import RootObject, root_object
 from bytecheckpoint.storage.store import Store, one_block
 
 _IN_FLIGHT = 16
@@ -64,5 +65,13 @@ def newest_steps(store: Store, abandoned: Mapping[int, str] | None = None) -> It
 
 def write_abandoned(store: Store, abandoned: Mapping[int, str]) -> None:
     """Writes the abandoned steps, save ids by step, and replaces all that were written before."""
-    content = msgspec.json.encode(Branch({str(step): save_id for step, save_id in abandoned.items()}))
-    store.write(BRANCH_NAME, one_block(content), replace=True)
+    store.write(BRANCH_NAME, one_block(_encode(abandoned)), replace=True)
+
+
+def unwritten_abandoned(store: Store, abandoned: Mapping[int, str] | None) -> list[RootObject]:
+    """Returns what `write_abandoned` would write, for a recovery that commits the save; nothing for None."""
+    return [] if abandoned is None else [root_object(store, BRANCH_NAME, _encode(abandoned))]
+
+
+def _encode(abandoned: Mapping[int, str]) -> bytes:
+    return msgspec.json.encode(Branch({str(step): save_id for step, save_id in abandoned.items()}))

@@ -241,6 +241,7 @@ class ManagedSaves:
             may_replace=partial(self._may_replace, self._owned, step),
             before_commit=partial(self._before_commit, self._owned, step, pin=pin),
             check=partial(generation.check, outcome=""),
+            root_objects=partial(abandoned_steps.unwritten_abandoned, self._run.store, self.new_branch),
         )
 
     def _before_commit(self, owned: OwnedRoot, step: int, *, pin: bool) -> None:

@@ -71,7 +71,7 @@ def piece_of(item: Part | Frame) -> ByteRange:
 
 
 def item_bytes_of(part: BoxPart) -> int:
-    """Returns the length of an element, in bytes."""
+    """Returns the bytes of an element. The chunk of the part is not compressed."""
     return part.chunk.byte_length // part.chunk.region.numel
 
 

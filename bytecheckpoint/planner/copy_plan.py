@@ -71,14 +71,16 @@ def same_tensor(fqn: str, dtype: str, shape: tuple[int, ...], *, stored_fqn: str
 
 def check_wanted(wanted: Sequence[WantedTensor], manifest: Manifest) -> None:
     """Raises CheckpointMismatchError (coverage) if the checkpoint lacks the tensor or region of a piece, if the two
-    regions of a piece differ in number of elements, or if the pieces of a tensor overlap or leave a hole.
+    regions of a piece differ in number of elements, or if the pieces of a tensor overlap, leave a hole or reach out of
+    its shape.
     """
     for tensor in wanted:
         for piece in tensor.pieces:
             _check_piece(tensor, piece, manifest)
         fault = find_tiling_fault(tensor.shape, [piece.region for piece in tensor.pieces])
         if fault is not None:
-            why = f"there is nothing for {describe(fault.hole)}" if fault.hole else "two parts overlap"
+            hole = fault.hole and f"there is nothing for {describe(fault.hole)}"
+            why = hole or "two parts overlap, or one reaches out of it"
             raise _not_made(tensor, why)
 
 

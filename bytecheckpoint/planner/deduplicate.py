@@ -119,8 +119,8 @@ Aliases = Mapping[str, str]
 def merge_aliases(
     tables: Sequence[ItemTable], aliases: Sequence[Aliases], global_ranks: Sequence[int]
 ) -> dict[str, str]:
-    """Returns the aliases of all ranks: an FQN is one unless some rank holds it with memory of its own (as pipeline
-    stages hold tied weights).
+    """Returns the aliases of all ranks: an FQN is one unless some rank holds elements of it in memory of its own (as
+    pipeline stages hold tied weights), or holds it and it has no elements.
 
     Raises CheckpointMismatchError (conflict) if ranks tie a name to tensors that no rank ties to one another, or if a
     tensor that it is tied to has another dtype or shape than the tensor that another rank holds under the name.
@@ -136,7 +136,7 @@ def merge_aliases(
         fqn
         for table in tables
         for item, fqn in enumerate(table.fqns)
-        if fqn in merged and table.boxes(item)[:, 1].all(axis=1).any()
+        if fqn in merged and (0 in table.shapes[item] or table.boxes(item)[:, 1].all(axis=1).any())
     }
     described = _describe(tables, {*merged, *merged.values()})
     conflicts: dict[str, tuple[str, tuple[int, ...]]] = {}

@@ -85,7 +85,7 @@ def lay_out_files(
     for index, region in sorted(ordered, key=order):
         item = items[index]
         byte_length = region.numel * itemsize(item.dtype)
-        if not files or (files[-1] and end + byte_length > max_file_bytes):
+        if not files or end + byte_length > max_file_bytes:
             files.append([])
             end = 0
         group = group_of.get(index, 0)

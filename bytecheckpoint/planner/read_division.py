@@ -103,18 +103,6 @@ class ReadDivision(NamedTuple):
         return numbers
 
 
-def assign_readers(
-    wanted: Sequence[Sequence[ExtentRun]],
-    extents: Extents,
-    held: Sequence[Collection[int]] = (),
-    hosts: Hosts | None = None,
-) -> list[ReaderShare]:
-    """Returns the share of each rank in `divide_reading`."""
-    division = divide_reading(wanted, extents, held, hosts)
-    groups = ([division.groups[number] for number in numbers] for numbers in division.groups_of_rank(len(wanted)))
-    return [share_of(rank, of_rank, division.common, division.hosts) for rank, of_rank in enumerate(groups)]
-
-
 def divide_reading(
     wanted: Sequence[Sequence[ExtentRun]],
     extents: Extents,
@@ -212,7 +200,7 @@ class _Division:
         self._extents = extents
         self._read_bytes = [0] * num_ranks
         self._divided: dict[tuple[int, ...], _Divided] = {}
-        """By the id of the runs and the loads. Replicas mostly have equal loads, and divide the same runs alike."""
+        """By `id(runs)` and the loads. Replicas mostly have equal loads, and divide the same runs alike."""
 
     def parts_of(self, ranks: Sequence[int]) -> Iterator[Sequence[int]]:
         """Divides the ranks into parts that share reading. A part has all of the ranks on a few hosts; hosts that

@@ -37,7 +37,8 @@ class StagedPart(msgspec.Struct, frozen=True, array_like=True):
     here: dict[str, int]
     """The data files that are whole on this disk: name in the checkpoint and length in bytes."""
     needed: dict[str, int] | None
-    """All data files of the checkpoint, where its manifest is on this disk."""
+    """All data files of the checkpoint, like `here`; None if the process is alive, or no readable manifest of it is on
+    this disk."""
     is_complete: bool
     """True if every file of the rank was durable. A rank that did not get so far has reported nothing."""
     damage: str = ""

@@ -81,8 +81,9 @@ def plan_save(
     """Plans a save. `packed[r]` and `aliases[r]` (alias FQN -> stored FQN) come from rank r, whose global
     rank, for errors, is `global_ranks[r]`. `mirroring` asks that replicas are staged in several failure domains.
 
-    Raises CheckpointMismatchError: `conflict` if ranks disagree about a tensor or a tie, or hold parts that overlap,
-    `coverage` if some part of a tensor is on no rank. One error is about all tensors with that fault.
+    Raises CheckpointMismatchError: `conflict` if ranks disagree about a tensor or a tie, or hold parts that overlap or
+    reach out of the shape, `coverage` if some part of a tensor is on no rank. One error is about all tensors with that
+    fault.
     """
     tables = unpack_items(packed)
     merged_aliases = merge_aliases(tables, aliases, global_ranks)

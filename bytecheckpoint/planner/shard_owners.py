@@ -113,11 +113,12 @@ def find_owners(
 ) -> Iterator[tuple[str, RegionOwners | Holders]]:
     """Yields the owners of the regions of each tensor.
 
-    Raises CheckpointMismatchError after the last: `conflict` if one rank holds a region twice or regions overlap,
-    `coverage` if some part of a tensor is on no rank. One error is about all tensors with that fault.
+    Raises CheckpointMismatchError after the last: `conflict` if one rank holds a region twice or regions overlap or
+    reach out of the shape, `coverage` if some part of a tensor is on no rank. One error is about all tensors with that
+    fault.
     """
     conflicts: dict[str, tuple[str, tuple[int, ...]]] = {}
-    faults: list[tuple[str, TilingFault]] = []
+    faults: list[tuple[str, Sequence[int], TilingFault]] = []
     for fqn, tensor in tensors.items():
         owners = _owners_by_arrays(tensor)
         if owners is not None:
@@ -126,7 +127,7 @@ def find_owners(
         holders = _holders(fqn, tensor, global_ranks, conflicts)
         fault = None if list(holders) == [whole(tensor.shape)] else find_tiling_fault(tensor.shape, list(holders))
         if fault is not None:
-            faults.append((f"{fqn}{list(tensor.shape)}", fault))
+            faults.append((fqn, tensor.shape, fault))
         yield fqn, holders
     if conflicts:
         raise disagreement(conflicts)
@@ -198,16 +199,18 @@ def _items_by_rank(tensor: TensorItems) -> list[tuple[Region, Holder]]:
     return found if len(tensor.sources) == 1 else sorted(found, key=lambda each: each[1][:2])
 
 
-def _refuse_faults(faults: Sequence[tuple[str, TilingFault]]) -> None:
+def _refuse_faults(faults: Sequence[tuple[str, Sequence[int], TilingFault]]) -> None:
     overlaps = [
-        f"{what}: more than one rank's shard holds {describe(fault.overlap)}" for what, fault in faults if fault.overlap
+        f"{fqn}{list(shape)}: {_describe_overlap(fault.overlap, shape)}"
+        for fqn, shape, fault in faults
+        if fault.overlap
     ]
-    holes = [f"{what}: no rank holds {describe(fault.hole)}" for what, fault in faults if fault.hole]
+    holes = [f"{fqn}{list(shape)}: no rank holds {describe(fault.hole)}" for fqn, shape, fault in faults if fault.hole]
     if overlaps:
         raise CheckpointMismatchError(
-            f"the shards of {len(overlaps)} tensors overlap without being replicas; nothing was written. Every element "
-            "must lie in one region, or in the same region on all ranks that hold it, and options.codec must be the "
-            "same on all ranks:\n" + first_lines(overlaps),
+            f"the shards of {len(overlaps)} tensors overlap without being replicas, or reach out of the tensor; "
+            "nothing was written. Every element must lie in one region, or in the same region on all ranks that hold "
+            "it, and options.codec must be the same on all ranks:\n" + first_lines(overlaps),
             kind="conflict",
         )
     if holes:
@@ -216,6 +219,11 @@ def _refuse_faults(faults: Sequence[tuple[str, TilingFault]]) -> None:
             "to save:\n" + first_lines(holes),
             kind="coverage",
         )
+
+
+def _describe_overlap(overlap: Region, shape: Sequence[int]) -> str:
+    is_inside = min(overlap.offsets, default=0) >= 0 and not any(map(int.__gt__, overlap.ends, shape))
+    return f"{'more than one' if is_inside else 'a'} rank's shard holds {describe(overlap)}"
 
 
 def flat_starts(shape: Sequence[int], offsets: Int64s) -> Int64s:

@@ -95,7 +95,7 @@ class ItemTable:
     coordinates: NDArray[np.integer]
     """One row for each rank: offsets and lengths of one item after the other."""
     rows: Sequence[Sequence[int]]
-    """The coordinates as lists if the ranks are few, because arrays of one item would be small and slow."""
+    """The coordinates as lists if the ranks are few, because arrays of one item would be small and slow; else empty."""
     starts: Sequence[int]
     """First column of each item."""
     digest_columns: dict[int, int]

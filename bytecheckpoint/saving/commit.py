@@ -73,7 +73,9 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
                 reuse=reuse,
             )
         record = telemetry_record(call, agreed.save_id, [file for file, _ in written])
-        timed_report = TimedReport(encode_report(agreed, written), timer.seconds, False, reused_bytes(reuse), record)
+        timed_report = TimedReport(
+            encode_report(agreed, written), timer.seconds, reused_bytes=reused_bytes(reuse), record=record
+        )
         report = msgspec.msgpack.encode(timed_report)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit the save, even if this rank fails
@@ -269,7 +271,8 @@ def _may_be_committed(files: SaveFiles) -> bool:
 
 
 def discard(files: SaveFiles) -> None:
-    """Deletes the files of a save that will not be committed: the coordinator those of all ranks, the others their own.
+    """Deletes the files of a save that will not be committed: the coordinator those of all ranks, the others their own,
+    and each rank its folder in the local stage.
 
     Deletes nothing if recovery can still commit the save. A file that cannot be deleted raises no error.
     """

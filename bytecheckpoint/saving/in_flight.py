@@ -196,7 +196,9 @@ class SavesInFlight:
         return False
 
     def _stage_and_finish(self, prepared: PreparedSave, finish: Callable[[], CheckpointInfo]) -> CheckpointInfo:
-        """Stages on another thread (begun here: beginning it may block), or here without one, and finishes the save."""
+        """Stages on another thread, begun here because beginning it may block, or on this one if there can be no other;
+        finishes the save on this thread.
+        """
         try:
             if not self.begin_thread("bcp-stage", prepared.stage):
                 prepared.agree()
@@ -238,8 +240,8 @@ class SavesInFlight:
         return True
 
     def hold_steps(self) -> None:
-        """From now on, each step of a torch optimizer of this process waits while a save in flight is staging: also of
-        one that is wrapped, or not in the state.
+        """From now on, each step of every torch optimizer of this process, wrapped or not, in the state or not, waits
+        while a save in flight is staging.
         """
         with self._lock:
             hooks = self._step_hook.hooks_dict_ref() if self._step_hook is not None else None
@@ -323,7 +325,8 @@ class ProcessState:
         self._writable: set[str] = set()
         """Stores that were found to be writable."""
         self.memories: dict[str, JobMemory] = {}
-        self.loaded_generation = 0  # the highest of the checkpoints that this process has loaded
+        self.loaded_generation = 0
+        """Highest generation of the checkpoints that this process has loaded."""
         self._memory_of_parent: list[object] = []
 
     def kept(self, target: SaveTarget) -> KeptBetweenSaves:
@@ -377,7 +380,7 @@ def wait_until_staged() -> None:
 
 
 def note_load(generation: int) -> None:
-    """Notes a load of a checkpoint of this generation, or 0: the next memory save begins a higher generation."""
+    """Notes a load of a checkpoint of this generation, 0 if it has none: the next memory save begins a higher one."""
     for state in [process_state()] if generation else _STATE.values():
         state.loaded_generation = max(state.loaded_generation, generation)
         for memory in state.memories.values():
@@ -386,7 +389,7 @@ def note_load(generation: int) -> None:
 
 @contextmanager
 def reentry_refused() -> Iterator[None]:
-    """Surrounds a call that may begin a save: when it is over, no save waits for its thread any more.
+    """Surrounds a call that may begin a save. Afterwards the thread no longer counts as one that a save waits for.
 
     Raises CheckpointSaveError on a thread that a save waits for: in a signal handler, or in a method of the state.
     """

@@ -40,7 +40,7 @@ class LocalStage:
         self.root = os.path.abspath(options.local_stage or "")
         stage_folder.prepare(self.root)
         self.is_recoverable = False
-        """True once every rank's data is durable: nothing of it is deleted if a later step fails."""
+        """True once every rank's data and the manifest are durable: nothing is deleted if a later step fails."""
         self.files: Sequence[DataFile] = ()
         """Data files of this rank, once they are complete."""
         self._writer_threads = options.writer_threads
@@ -166,7 +166,7 @@ class LocalStage:
             self._folder.close()
 
     def remove_superseded(self) -> None:
-        """Deletes the folders that `remove_superseded` finds, after this save was committed. Ignores errors."""
+        """Deletes what this save, once committed, supersedes: see the function `remove_superseded`. Ignores errors."""
         if self._journal is not None:
             with suppress(CheckpointError, OSError):
                 remove_superseded(self.root, self._journal)
@@ -193,11 +193,11 @@ def remove_superseded(root: str, committed: Journal) -> None:
     """Deletes from a local stage the folders that dead processes left of saves to the path of the committed one, or of
     its step or an earlier one under the same root; and folders without a journal, which belong to no save.
     """
-    names = [found.name for found in stage_folder.scan(root) if not found.is_alive and _is_older(found, committed)]
+    names = [found.name for found in stage_folder.scan(root) if not found.is_alive and _is_superseded(found, committed)]
     stage_folder.remove_all(root, names)
 
 
-def _is_older(found: stage_folder.FoundStage, committed: Journal) -> bool:
+def _is_superseded(found: stage_folder.FoundStage, committed: Journal) -> bool:
     """Returns True if the committed save supersedes that of a staged folder, or the folder belongs to no save."""
     journal = found.journal
     if journal is None:

@@ -53,8 +53,7 @@ def kind_of_snapshot(options: SaveOptions, *, async_save: bool) -> SnapshotKind:
     """
     if not async_save:
         return "none" if options.memory is None else "copy"
-    wanted = options.snapshot
-    return "lazy" if wanted == "lazy" else "copy"
+    return "lazy" if options.snapshot == "lazy" else "copy"
 
 
 def take_snapshot(
@@ -93,7 +92,9 @@ def allocate(
     staging_bytes: int | None,
     memory_part: MemoryPart | None = None,
 ) -> None:
-    """Allocates the memory that a snapshot of these files of these shards will take."""
+    """Allocates the memory that a snapshot of these files will take: both slots of `memory_part`, or without it staging
+    memory, which is pinned for the devices of the shards. Raises the errors of `JobMemory.reserve`.
+    """
     if memory_part is not None:
         lengths = [file.byte_length for file in planned]
         memory_part.slots.reserve(lengths, max_bytes=memory_part.max_bytes)

@@ -98,6 +98,8 @@ def recover(
         verdicts = [_with_damage(verdict, damage) for verdict in assignment.verdicts]
         kept = {verdict.save_id for verdict in verdicts if verdict.outcome == "kept"}
         whole = [(task, folder) for task, folder in folders if task.save_id not in kept]
+        _write_root_objects(store, whole, verdicts, storage_options)
+        ranks.barrier()  # before the first manifest, as in a save
         replaced = [(task, _commit(store, task, folder)) for task, folder in whole if task.commits]
         ranks.barrier()
         for _, folder in whole:
@@ -209,7 +211,9 @@ def _target_folder(store: Store, folder: str, *, is_step: bool) -> TargetFolder:
     save_id = None
     with suppress(CheckpointCorruptError, UnsafeCheckpointError):
         save_id = layout.committed_save_id(store, folder)
-    return TargetFolder(save_id, sizes, checkpoint_in_the_way(store, folder, is_step=is_step))
+    is_above_seen = folder != "" or not is_step  # `recover` may be given the path of a step
+    in_the_way = checkpoint_in_the_way(store, folder, is_step=is_step) if is_above_seen else ""
+    return TargetFolder(save_id, sizes, in_the_way)
 
 
 def _mark_alive(store: Store, verdicts: Sequence[RecoveryVerdict]) -> bool:
@@ -274,6 +278,31 @@ def _with_damage(verdict: RecoveryVerdict, damage: Mapping[str, str]) -> Recover
         f"--local-stage FOLDER --save-id {verdict.superseded_by} --delete`, then call recover again"
     )
     return msgspec.structs.replace(verdict, outcome="kept", what=what)
+
+
+def _write_root_objects(
+    store: Store,
+    folders: Sequence[tuple[RecoveryTask, StagedFolder]],
+    verdicts: Sequence[RecoveryVerdict],
+    storage_options: Mapping[str, Any] | None,
+) -> None:
+    """Writes what the newest save of each root that is finished now would have written before its commit, if this rank
+    commits it.
+    """
+    newest: dict[str, str] = {}
+    for verdict in verdicts:  # oldest save first
+        if verdict.outcome == "committed":
+            newest[verdict.folder if verdict.step is None else verdict.folder.rpartition("/")[0]] = verdict.save_id
+    for task, folder in folders:
+        journal = stage_folder.read_journal(folder.store) if task.commits and task.save_id in newest.values() else None
+        if journal is None or not journal.root_objects:
+            continue
+        if task.folder:
+            root = task.folder.removesuffix(journal.folder).removesuffix("/")
+            stage_folder.write_root_objects(store, root, journal.root_objects)
+        else:  # `recover` was given the path of the step
+            root_store = open_store(journal.root, storage_options=storage_options, writer_threads=1)
+            stage_folder.write_root_objects(root_store, "", journal.root_objects)
 
 
 def _commit(store: Store, task: RecoveryTask, folder: StagedFolder) -> Sequence[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import msgspec
@@ -109,7 +109,7 @@ def reported_files(report: bytes) -> list[DataFile]:
 
 
 def _locations(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> Iterator[tuple[PlacedChunk, int, ChunkLocation]]:
-    """Yields each chunk, the number of its file, and its location, which counts from the file's byte in `starts`."""
+    """Yields each chunk, the number of its file, and its location: see `_RankReport.starts`."""
     for number, (planned, file) in enumerate(zip(agreed.rank_plan.files, written, strict=True)):
         as_planned = (ChunkLocation(chunk.data_offset, chunk.byte_length, "none") for chunk in planned.chunks)
         for chunk, location in zip(planned.chunks, file.locations or as_planned, strict=True):
@@ -182,7 +182,8 @@ def build_manifest(
     step: int | None,
     metadata: Mapping[str, Any],
 ) -> Manifest:
-    """Returns the manifest of the reports of all ranks, whose global ranks are `global_ranks`.
+    """Returns the manifest of the reports of all ranks, whose global ranks are `global_ranks`. Sets `written` of the
+    rank plan, for later saves.
 
     Raises CheckpointSaveError (storage) if a report contradicts the plan.
     """
@@ -240,10 +241,14 @@ def _contradiction(rank: int, planned: str, reported: str) -> CheckpointSaveErro
 
 def provenance_of(world_size: int) -> dict[str, Any]:
     """Returns the provenance of a checkpoint that is written now: number of ranks, time, and versions of software."""
+    try:
+        own_version = version("bytecheckpoint")
+    except PackageNotFoundError:  # a source tree on the path, or a frozen program without metadata
+        own_version = "unknown"
     return {
         "world_size": world_size,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "bytecheckpoint": version("bytecheckpoint"),
+        "bytecheckpoint": own_version,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }

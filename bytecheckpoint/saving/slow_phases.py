@@ -48,7 +48,7 @@ class SlowPhase(NamedTuple):
     slowest: int
     """Position of the slowest rank among the ranks of the save."""
     is_of_one: bool
-    """True if some ranks have no time of the phase, as of one that a single rank does."""
+    """True if some ranks report no time of the phase, because only one rank does what it is for."""
 
 
 class _EarlierSave(NamedTuple):

@@ -20,6 +20,7 @@ from bytecheckpoint.storage.inventory import refuse_occupied
 from bytecheckpoint.storage.layout import root_of, step_folder
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.stage_folder import RootObject
 from bytecheckpoint.storage.store import Store, SupportsDuplicate, UnconditionalStore, full_location
 
 logger = logging.getLogger("bytecheckpoint")
@@ -48,17 +49,22 @@ class SaveOwner(NamedTuple):
     save_id_prefix: str
     """First 8 characters of the ids of its saves, by which other owners recognise what these saves left."""
     may_replace: Callable[[], bool]
-    """Called by the coordinator before anything is written, and again before the commit. Returns True if a checkpoint
-    that stands there may be replaced; raises CheckpointExistsError if it is protected."""
+    """Called by the coordinator, perhaps twice before anything is written, and again before the commit. Returns True if
+    a checkpoint that stands there may be replaced; raises CheckpointExistsError if it is protected."""
     before_commit: Callable[[], None]
     """Called by the coordinator just before it creates the manifest. Raises like `check`."""
     check: Callable[[], None]
     """Raises CheckpointSaveError (superseded) if another owner has claimed the root. Called by the coordinator when the
     manifest exists."""
+    root_objects: Callable[[], Sequence[RootObject]] = tuple
+    """Called by the coordinator of a save through a local stage. Returns what `before_commit` would write to the root,
+    which recovery writes if it commits the save."""
 
 
 class SaveTarget(NamedTuple):
-    """The place of the checkpoint; the same on all ranks, except for the folder of the local stage."""
+    """The place of the checkpoint; the same on all ranks, except that each may have another local stage, and that
+    ranks other than the coordinator need no owner.
+    """
 
     store: Store
     folder: str

@@ -102,8 +102,8 @@ def write_upload_and_commit(
 def _write_to_stage(
     prepared: PreparedSave, files: SaveFiles, stage: LocalStage, metadata: Mapping[str, Any]
 ) -> tuple[_StagedSave, bytes, list[TimedReport]]:
-    """Writes this rank's files to its local stage. Returns the coordinator's message and, on the coordinator, the
-    manifest and the reports of all ranks.
+    """Writes this rank's files to its local stage. Returns the coordinator's message, and the manifest and the
+    reports of all ranks, which are empty except on the coordinator.
     """
     agreed, call, target = prepared.agree(), prepared.call, files.target
     ranks, about, timer = call
@@ -171,8 +171,10 @@ def _upload(call: SaveCall, files: SaveFiles, stage: LocalStage, plan: SavePlan 
 
 def _new_journal(ranks: Ranks, target: SaveTarget, stage: LocalStage, *, save_id: str) -> Journal:
     endpoint = endpoint_of(target.store)
+    overwrite = ranks.rank == COORDINATOR and target.may_replace()
+    objects = target.owner.root_objects() if ranks.rank == COORDINATOR and target.owner is not None else ()
     replaces = []
-    if ranks.rank == COORDINATOR and target.overwrite:  # the save committed there, and saves still uploaded there
+    if overwrite:  # the save committed there, and saves still uploaded there
         journals = [found.journal for found in stage_folder.scan(stage.root) if found.journal]
         here = (endpoint, target.path)
         replaces = [journal.save_id for journal in journals if (journal.endpoint, journal.path) == here]
@@ -186,6 +188,7 @@ def _new_journal(ranks: Ranks, target: SaveTarget, stage: LocalStage, *, save_id
         endpoint=endpoint,
         folder=target.folder,
         step=target.step,
-        overwrite=target.overwrite,
+        overwrite=overwrite,
         replaces=replaces,
+        root_objects=list(objects),
     )

@@ -51,8 +51,9 @@ class CopySlots:
         with self._job.locked():
             with suppress(FileExistsError):
                 os.mkdir(self._folder, 0o700)
-            slot = self._taken[owner] = self._free_slot(num_bytes)
+            slot = self._free_slot(num_bytes)
             self._reserve(slot, num_bytes, max_bytes)
+            self._taken[owner] = slot
         return slot.begin(lengths)
 
     def fill(self, owner: int, save_id: str, step: int, lengths: Sequence[int], *, numbers: Sequence[int] = ()) -> None:
@@ -106,7 +107,7 @@ class CopySlots:
         new_bytes = num_bytes - slot.capacity
         if new_bytes > 0:
             held_bytes = bytes_of_all_slots(self._job) + bytes_of_second_slots(self._job)
-            check_room(self._job.root, new_bytes, held_bytes=held_bytes, max_bytes=max_bytes)
+            check_room(self._job.root, new_bytes, held_bytes=held_bytes, max_bytes=max_bytes, is_copy=True)
         try:
             slot.reserve(num_bytes)
         except OSError as error:

@@ -70,9 +70,9 @@ class JobMemory:
         self.parity.begin_save()
 
     def take(self, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
-        """Returns memory for an image with files of these lengths, in a slot whose content is no longer needed; without
-        room for one, in the slot of the newest save that survives the loss of a host, if that is not the newest save.
-        Called again for the same save, takes the same slot.
+        """Returns memory for an image with files of these lengths, in bytes, in a slot whose content is no longer
+        needed; without room for one, in the slot of the newest save that survives the loss of a host, if that is not
+        the newest save. Called again for the same save, takes the same slot.
 
         Raises CheckpointSaveError (no_space).
         """
@@ -297,7 +297,8 @@ class JobMemory:
             ) from error
 
     def _check_room(self, new_bytes: int, max_bytes: int | None) -> None:
-        check_room(self.job.root, new_bytes, held_bytes=bytes_of_all_slots(self.job), max_bytes=max_bytes)
+        held_bytes = bytes_of_all_slots(self.job)
+        check_room(self.job.root, new_bytes, held_bytes=held_bytes, max_bytes=max_bytes, is_copy=False)
 
     def close(self) -> None:
         """Releases all slots, with what they hold, to whichever process takes them next, and ends the registration of
@@ -322,7 +323,9 @@ class MemoryPart(NamedTuple):
     """Limit for all that the job holds in memory on this host; None for no limit of its own."""
 
     def take(self, lengths: Sequence[int], *, staging_bytes: int | None) -> memoryview:
-        """Returns the memory for an image. Raises CheckpointSaveError (no_space, unsupported_value)."""
+        """Returns memory for an image with files of these lengths, in bytes. Raises CheckpointSaveError:
+        unsupported_value if `staging_bytes` is less than the image, no_space if there is no room for it.
+        """
         num_bytes = slot_file.image_bytes(lengths)
         if staging_bytes is not None and staging_bytes < num_bytes:
             raise CheckpointSaveError(

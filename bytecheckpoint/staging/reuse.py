@@ -25,6 +25,9 @@ from bytecheckpoint.storage.store import SupportsDuplicate
 
 logger = logging.getLogger("bytecheckpoint")
 
+_MAX_ROOTS = 64
+"""Roots whose histories are kept: a process that saves each checkpoint to a path of its own would keep all of them.
+Saves to more roots than this in turn find nothing unchanged."""
 _MIN_SHARE = 0.01
 """Share of a rank's bytes that must have been found unchanged to be worth a new plan."""
 
@@ -74,7 +77,7 @@ class RootHistory:
 
 
 class ReuseHistory:
-    """The histories of the roots that a process saves to."""
+    """The histories of the roots to which a process has saved last."""
 
     def __init__(self) -> None:
         self._roots: dict[str, RootHistory] = {}
@@ -82,7 +85,10 @@ class ReuseHistory:
 
     def of_root(self, location: str) -> RootHistory:
         with self._lock:
-            return self._roots.setdefault(location, RootHistory())
+            history = self._roots[location] = self._roots.pop(location, RootHistory())
+            while len(self._roots) > _MAX_ROOTS:
+                del self._roots[next(iter(self._roots))]
+            return history
 
 
 class FoundChanges(NamedTuple):

@@ -296,6 +296,8 @@ class StateInWaves:
             self._is_closed = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._is_gathering)
+        self._files = ()  # a kept error must not keep the state
+        self._on_device.close()
 
 
 def _blocks_of(files: Sequence[LiveFile]) -> Iterator[Block]:

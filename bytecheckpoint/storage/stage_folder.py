@@ -29,7 +29,7 @@ from bytecheckpoint.storage.backends.posix_errors import describe, write_error
 from bytecheckpoint.storage.backends.posix_files import make_folders, sync_folder
 from bytecheckpoint.storage.layout import DATA_FOLDER, MAX_MANIFEST_BYTES
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, join_name
-from bytecheckpoint.storage.store import one_block
+from bytecheckpoint.storage.store import Store, one_block, read_whole
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -41,6 +41,16 @@ _NEW_LOCK_NAME = "lock.new"
 """Name of the lock file until it is locked: recovery, which looks for `lock`, could take it first."""
 _FOLDER = re.compile(r"\A[0-9a-f]{16}-[0-9]{5,}\Z")
 _VERSION = 1
+
+
+class RootObject(msgspec.Struct, frozen=True, array_like=True):
+    """An object beside the checkpoints of a root that a save writes just before it commits."""
+
+    name: str
+    """Name inside the root."""
+    before: bytes | None
+    """Content when the save began; None if there was no object."""
+    content: bytes
 
 
 class Journal(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,16 +69,19 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the checkpoint inside the store."""
     step: int | None
     overwrite: bool
+    """True if the save may replace a checkpoint. Set by the coordinator alone, as is `replaces`."""
     replaces: list[str] = []
-    """Save ids of the checkpoints that were there, or being saved there, when the save began. Set by
-    the coordinator of a save with `overwrite`, else empty.
+    """Save ids of the checkpoints that were there, or being saved there, when the save began; empty without
+    `overwrite`.
     """
     host: str = msgspec.field(default_factory=socket.gethostname)
     started_at: float = msgspec.field(default_factory=time.time)
     files: list[DataFile] | None = None
     """Set once all files of this rank are durable."""
     direct: list[str] = []
-    """Names of files that were written to the path directly, because there was no space for them here."""
+    """Names of files that are at the path already: there was no space here, or an earlier checkpoint had them."""
+    root_objects: list[RootObject] = []
+    """Set by the coordinator alone. Recovery writes those that nobody has changed since the save began."""
 
     @property
     def path(self) -> str:
@@ -266,10 +279,25 @@ def read_manifest(store: LocalStore) -> bytes | None:
     return _read(store, PENDING_NAME)
 
 
-def _read(store: LocalStore, name: str) -> bytes | None:
+def _read(store: Store, name: str) -> bytes | None:
     with suppress(CheckpointNotFoundError):
-        return store.read_whole(name, max_bytes=MAX_MANIFEST_BYTES)
+        return read_whole(store, name, max_bytes=MAX_MANIFEST_BYTES)
     return None
+
+
+def root_object(store: Store, name: str, content: bytes) -> RootObject:
+    """Returns an object of the root that is to get this content, with what it has now. Raises the errors of
+    `read_whole`.
+    """
+    return RootObject(name, _read(store, name), content)
+
+
+def write_root_objects(root: Store, folder: str, objects: Sequence[RootObject]) -> None:
+    """Writes objects of the root that is a folder inside a store, except those that have changed since."""
+    for each in objects:
+        name = join_name(folder, each.name)
+        if _read(root, name) == each.before:
+            root.write(name, one_block(each.content), replace=True)
 
 
 def remove_all(root: str, names: Sequence[str]) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import msgspec
+from read_shares import assign_readers
 
 from bytecheckpoint.distributed.rendezvous import Address
 from bytecheckpoint.loading.between_ranks.assignment import LocalReadPlan, assign, decode_assignment
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents
-from bytecheckpoint.planner.read_division import Hosts, assign_readers
+from bytecheckpoint.planner.read_division import Hosts
 
 NUM_RANKS, SHARDS, RANKS_OF_HOST = 256, 8, 4
 

@@ -10,11 +10,12 @@ from collections.abc import Collection, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from read_shares import assign_readers
 
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.planner import read_division
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare
-from bytecheckpoint.planner.read_division import FEW_RANKS, HOSTS_TOGETHER, Hosts, assign_readers, divide_reading
+from bytecheckpoint.planner.read_division import FEW_RANKS, HOSTS_TOGETHER, Hosts, divide_reading
 
 Wanted = list[list[ExtentRun]]
 

@@ -10,6 +10,7 @@ from itertools import chain
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from read_shares import assign_readers
 
 from bytecheckpoint.distributed.wire import view_pieces
 from bytecheckpoint.loading.receive import pieces_of
@@ -25,7 +26,7 @@ from bytecheckpoint.planner.exchange_plan import (
     wanted_runs,
 )
 from bytecheckpoint.planner.load_plan import Want, box_layout, plan_load
-from bytecheckpoint.planner.read_division import Hosts, assign_readers
+from bytecheckpoint.planner.read_division import Hosts
 from bytecheckpoint.region import Region, relative, rows, whole
 
 ITEM_BYTES = 2

@@ -262,6 +262,13 @@ def test_ranks_may_hold_different_names_of_one_tied_tensor(
     assert plan([[item(fqn, (4,)) for fqn in of_rank] for of_rank in items], aliases).aliases == expected
 
 
+def test_a_tied_tensor_without_elements_is_written_where_ranks_name_it_differently() -> None:
+    items = [[item("a", (0, 4))], [item("b", (0, 4))]]
+    found = plan(items, [{"b": "a"}, {"a": "b"}])
+    assert found.aliases == {}
+    assert [tensor.fqn for tensor in found.plan.tensors] == ["a", "b"]
+
+
 def refused(items: Sequence[Sequence[WriteItem]], kind: str) -> str:
     with pytest.raises(CheckpointMismatchError) as error:
         plan(items)
@@ -278,6 +285,13 @@ def test_ranks_that_disagree_about_a_tensor() -> None:
 def test_shards_that_overlap() -> None:
     parts = [[item("t", (4, 4), Region((0, 0), (3, 4)))], [item("t", (4, 4), Region((2, 0), (2, 4)))]]
     assert "[2:3, 0:4]" in refused(parts, "conflict")
+
+
+@pytest.mark.parametrize("region", [Region((0,), (6,)), Region((-1,), (5,))])
+def test_a_shard_that_reaches_out_of_the_tensor_is_not_said_to_be_on_several_ranks(region: Region) -> None:
+    text = refused([[item("t", (4,), region)]], "conflict")
+    assert "reach out of the tensor" in text
+    assert f"t[4]: a rank's shard holds [{region.offsets[0]}:{region.ends[0]}]" in text
 
 
 def test_a_part_that_no_rank_holds() -> None:

@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from bytecheckpoint.saving.global_plan import AgreedPlan
 from bytecheckpoint.saving.plans.rank_plan import RankPlan
 from bytecheckpoint.saving.report import WrittenFile
 from bytecheckpoint.staging import file_image
+from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.backends import fsspec_store
 from bytecheckpoint.storage.store import Store
 
@@ -270,3 +272,16 @@ def test_a_file_of_another_length_than_before_is_not_committed(tmp_path: Path, m
         bcp.save(tmp_path, state_of(0, 2.0), step=2)
     assert error.value.kind == "storage"
     assert bcp.steps(tmp_path) == [1]
+
+
+def test_a_library_that_is_not_installed_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a source tree on the path, which has no metadata that names its version."""
+
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(report, "version", version)
+    bcp.save(tmp_path, state_of(0, 1.0))
+    manifest = decode_manifest((tmp_path / layout.MANIFEST_NAME).read_bytes())
+    assert manifest.provenance["bytecheckpoint"] == "unknown"
+    assert loads_as(tmp_path, 0, 1.0)

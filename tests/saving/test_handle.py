@@ -21,6 +21,7 @@ import torch
 from faults.seams import Seam, before, loads_as, raising, state_of
 
 import bytecheckpoint as bcp
+from bytecheckpoint.options import MIN_STAGING_BYTES
 from bytecheckpoint.runtime.threads import ThreadPool
 from bytecheckpoint.saving import commit, in_flight, write
 from bytecheckpoint.saving.handle import SaveHandle
@@ -237,12 +238,14 @@ def test_what_ranks_refuse_where_no_thread_can_start_is_told_by_the_handle(
     assert isinstance(handle.exception(0), bcp.CheckpointExistsError)
 
 
-@pytest.mark.parametrize("snapshot", ["copy", "lazy"])
+@pytest.mark.parametrize("snapshot", ["copy", "lazy", "waves"])
 def test_the_handle_of_a_failed_save_does_not_keep_the_state(tmp_path: Path, snapshot: str) -> None:
-    state = {"x": torch.ones(1000)}
+    staging_bytes = MIN_STAGING_BYTES if snapshot == "waves" else None
+    state = {"x": torch.ones(1000 if staging_bytes is None else staging_bytes // 4)}
     kept = weakref.ref(state["x"])
     with before(Seam(commit, "encode_report"), raising(OSError(5, "the disk fell off"))):
-        options = bcp.SaveOptions(snapshot=snapshot)  # type: ignore[arg-type]
+        kind: Any = "copy" if staging_bytes else snapshot
+        options = bcp.SaveOptions(snapshot=kind, staging_bytes=staging_bytes)
         handle = bcp.save(tmp_path, state, async_save=True, options=options)
         assert isinstance(handle.exception(20), bcp.CheckpointSaveError)
     del state

@@ -550,6 +550,16 @@ def test_a_recovery_replaces_only_what_the_save_was_to_replace(tmp_path: Path, s
     assert loads_as(tmp_path / "run", 0, 4.0)
 
 
+def test_a_recovery_at_the_path_of_a_step_replaces_it_too(tmp_path: Path, stage: Path) -> None:
+    """The checkpoint of the step is not one in the folder above it."""
+    options = bcp.SaveOptions(local_stage=stage, overwrite=True)
+    bcp.save(tmp_path / "run", state_of(0, 1.0), step=1)
+    failed_upload(tmp_path / "run", 1, 2.0, options)
+    (save,) = bcp.recover(tmp_path / "run" / "step_00000001", options=options)
+    assert (save.outcome, save.what) == ("committed", "every rank's data was there")
+    assert loads_as(tmp_path / "run", 0, 2.0)
+
+
 def test_a_recovery_leaves_the_place_of_a_living_save_to_it(tmp_path: Path, stage: Path) -> None:
     options = bcp.SaveOptions(local_stage=stage, overwrite=True)
     failed_upload(tmp_path / "run", 1, 1.0, options)

@@ -8,24 +8,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults.seams import Seam, before, raising
 
 import bytecheckpoint as bcp
 from bytecheckpoint import phases
 from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.saving import local_stage
 from bytecheckpoint.saving.target import SaveOwner
 
 
-def save_owned(path: Path, owner: SaveOwner) -> bcp.CheckpointInfo:
+def save_owned(
+    path: Path, owner: SaveOwner, *, options: bcp.SaveOptions | None = None, value: float = 1.0
+) -> bcp.CheckpointInfo:
     return phases.run_save(
         path,
-        {"weight": torch.ones(4)},
+        {"weight": torch.full((4,), value)},
         "auto",
         step=1,
         async_save=False,
         process_group=None,
         role=None,
         storage_options=None,
-        options=bcp.SaveOptions(),
+        options=options or bcp.SaveOptions(),
         owner=owner,
     ).result()
 
@@ -80,3 +84,17 @@ def test_a_save_whose_data_the_new_owner_has_cleared_is_withdrawn(tmp_path: Path
         save_owned(tmp_path, SaveOwner("0123abcd", replaces_nothing, may_go_on, cleared))
     assert raised.value.kind == "superseded"
     assert bcp.steps(tmp_path) == []
+
+
+def test_a_recovery_replaces_what_the_owner_let_the_save_replace(tmp_path: Path) -> None:
+    """As a step that an earlier manager committed late: the save has no `overwrite`, and `local()` calls it durable."""
+    options = bcp.SaveOptions(local_stage=tmp_path / "nvme", timeout_s=20)
+    bcp.save(tmp_path / "run", {"weight": torch.ones(4)}, step=1)
+    owner = SaveOwner("0123abcd", lambda: True, may_go_on, may_go_on)
+    failing = before(Seam(local_stage, "copy_file"), raising(bcp.StorageError("gone", kind="unavailable")))
+    with failing, pytest.raises(bcp.StorageError, match=r"gone.*bcp\.recover"):
+        save_owned(tmp_path / "run", owner, options=options, value=2.0)
+    assert [save.outcome for save in bcp.recover(tmp_path / "run", options=options)] == ["committed"]
+    state = {"weight": torch.zeros(4)}
+    bcp.load(tmp_path / "run", state, step=1)
+    assert state["weight"].tolist() == [2.0] * 4

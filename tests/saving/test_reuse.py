@@ -18,6 +18,7 @@ from bytecheckpoint.manifest import decode_manifest
 from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.saving import write
 from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.staging import reuse
 from bytecheckpoint.staging.reuse import ReuseHistory, content_digest
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.backends import local_store
@@ -287,3 +288,23 @@ def test_files_in_s3_are_copied_by_the_service(s3: S3Service, s3_prefix: str) ->
 def test_staging_in_waves_is_refused() -> None:
     with pytest.raises(ValueError, match="takes no staging_bytes"):
         bcp.SaveOptions(reuse=True, staging_bytes=64 << 20)
+
+
+def test_what_is_unchanged_is_found_in_each_of_many_roots_that_are_saved_to_in_turn(tmp_path: Path) -> None:
+    base = torch.randn(1 << 18)
+    for step in range(4):
+        for root in range(12):
+            state = {"base": base, "head": torch.randn(1 << 10)}
+            bcp.save(tmp_path / str(root), state, step=step, options=bcp.SaveOptions(reuse=True))
+    for root in range(12):
+        assert 3 * base.nbytes < disk_bytes(tmp_path / str(root)) < 4 * base.nbytes  # the third plan has a file of it
+
+
+def test_histories_of_paths_that_are_saved_to_once_do_not_pile_up() -> None:
+    histories = ReuseHistory()
+    first, second = histories.of_root("0"), histories.of_root("1")
+    for number in range(2, reuse._MAX_ROOTS + 1):
+        assert histories.of_root("0") is first
+        histories.of_root(str(number))
+    assert histories.of_root("0") is first
+    assert histories.of_root("1") is not second

@@ -117,3 +117,18 @@ def test_without_a_protected_save_the_newest_stays(tmp_path: Path, lengths: Sequ
     with pytest.raises(bcp.CheckpointSaveError, match="max_bytes"):
         memory.take(lengths, max_bytes=5 * MIB // 2)
     assert held(memory)[NEWEST] == {2}
+
+
+@pytest.mark.parametrize("held_bytes", [None, MIB // 4], ids=["a new slot", "a shorter slot"])
+def test_a_copy_without_room_is_refused_again_when_it_is_tried_again(tmp_path: Path, held_bytes: int | None) -> None:
+    copies = memory_of(tmp_path).copies
+    if held_bytes is not None:
+        copies.take(1, [held_bytes], max_bytes=None)
+        copies.begin_save()
+    for _ in range(2):  # as after a connection broke beside it
+        with pytest.raises(bcp.CheckpointSaveError) as raised:
+            copies.take(1, [MIB], max_bytes=MIB // 2)
+        assert raised.value.kind == "no_space"
+        assert "a copy for another host needs" in str(raised.value)
+        assert "nothing was written" not in str(raised.value)  # the save itself is complete
+    assert copies.take(1, [MIB], max_bytes=None).nbytes == MIB

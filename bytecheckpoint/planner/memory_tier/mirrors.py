@@ -159,7 +159,7 @@ def place_missing(
     copies: int,
 ) -> MissingCopies:
     """Chooses ranks to hold copies of the files that are in fewer than `copies` domains. `lengths` has, by rank, the
-    length of each of its files, `mirrors` the ranks that have staged a file (owner, number) as well.
+    bytes of each of its files, `mirrors` the ranks that have staged a file (owner, number) as well.
     """
     alone = [[n for n in range(len(of_rank)) if (rank, n) not in mirrors] for rank, of_rank in enumerate(lengths)]
     num_bytes = [sum(lengths[rank][number] for number in numbers) for rank, numbers in enumerate(alone)]

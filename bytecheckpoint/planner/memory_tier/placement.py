@@ -36,14 +36,6 @@ class CopyPlan(NamedTuple):
     """Ranks for which there are not enough domains."""
 
 
-def check_places(places: Sequence[RankPlace]) -> list[str]:
-    """Returns the hosts, sorted, on which ranks gave different labels."""
-    labels: dict[str, set[str | None]] = {}
-    for place in places:
-        labels.setdefault(place.host, set()).add(place.domain)
-    return sorted(host for host, given in labels.items() if len(given) > 1)
-
-
 def place_copies(places: Sequence[RankPlace], staged_bytes: Sequence[int], copies: int) -> CopyPlan:
     """Chooses the ranks that hold `copies - 1` copies of what each rank staged, or fewer where there are not enough
     domains.

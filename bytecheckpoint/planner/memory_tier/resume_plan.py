@@ -1,5 +1,6 @@
-"""Decides which version a resume takes, and who holds each of its data files: memory, copies, parity, a local stage or
-storage. It knows what all hosts show, and reads nothing: a holder that proves damaged is left out of the next plan.
+"""Decides which version, the checkpoint of one save, a resume takes, and who holds each of its data files: memory,
+copies, parity, a local stage or storage. It knows what all hosts show, and reads nothing: a holder that proves damaged
+is left out of the next plan.
 """
 
 from __future__ import annotations

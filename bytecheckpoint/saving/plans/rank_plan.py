@@ -33,7 +33,7 @@ class RankPlan:
     files: Sequence[PlannedFile]
     """Data files of this rank."""
     compared: Sequence[Sequence[int]]
-    """Groups of this rank's items that other ranks hold as small replicas: each group has one common digest."""
+    """Groups of this rank's items that other ranks hold as small replicas. One digest is taken of a whole group."""
     differing_replicas: Sequence[str]
     """FQNs of replicas whose values differed when the plan was made."""
     in_stages: Sequence[str]

@@ -27,10 +27,10 @@ class RoomLimit(NamedTuple):
     advice: str
 
 
-def check_room(root: str, new_bytes: int, *, held_bytes: int, max_bytes: int | None) -> None:
+def check_room(root: str, new_bytes: int, *, held_bytes: int, max_bytes: int | None, is_copy: bool) -> None:
     """Raises CheckpointSaveError (no_space) if `new_bytes` more would leave less than 16 MiB free in the root, the host
     or the container, or would exceed `max_bytes` with the `held_bytes` of all slots of the job on this host. Never
-    raises for 0 `new_bytes`.
+    raises for 0 `new_bytes`. `is_copy` is True for a copy of what another host holds, of a save that is complete.
     """
     limits = [*_file_system(root), *_host_memory(), *container_limits()]
     if max_bytes is not None:
@@ -38,10 +38,14 @@ def check_room(root: str, new_bytes: int, *, held_bytes: int, max_bytes: int | N
     least = min(limits)
     if new_bytes + _SPARE_BYTES <= least.free_bytes or not new_bytes:
         return
+    need, outcome, without = "the memory checkpoints of this rank need", "nothing was written, and ", "without Memory"
+    slots = ", two slots of which one is always whole,"
+    if is_copy:
+        need, outcome, without, slots = "a copy for another host needs", "", "with Memory(copies=1)", ""
     raise CheckpointSaveError(
-        f"the memory checkpoints of this rank need {new_bytes} bytes more in {root}, two slots of which one is always "
-        f"whole, and {least.name} leaves {max(least.free_bytes - _SPARE_BYTES, 0)}; nothing was written, and what "
-        f"memory held before is as it was: {least.advice}, or save without Memory",
+        f"{need} {new_bytes} bytes more in {root}{slots} and {least.name} leaves "
+        f"{max(least.free_bytes - _SPARE_BYTES, 0)}; {outcome}what memory held before is as it was: {least.advice}, or "
+        f"save {without}",
         kind="no_space",
         path=root,
     )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytecheckpoint.planner.memory_tier.placement import RankPlace, check_places, place_copies
+from bytecheckpoint.planner.memory_tier.placement import RankPlace, place_copies
 
 
 def equal_hosts(num_hosts: int, ranks_each: int, hosts_a_domain: int | None = None) -> list[RankPlace]:
@@ -105,8 +105,3 @@ def test_thousands_of_hosts_are_placed_with_few_looks() -> None:
 def test_a_host_that_is_its_own_domain_is_told_apart_from_a_label_of_that_name() -> None:
     places = [RankPlace("h0", None), RankPlace("h1", "h0")]
     assert place_copies(places, [1, 1], 2).targets == [[1], [0]]
-
-
-def test_ranks_of_one_host_with_different_labels_are_found() -> None:
-    assert check_places([RankPlace("h0", "a"), RankPlace("h1", "a"), RankPlace("h0", None)]) == ["h0"]
-    assert check_places([RankPlace("h0", "a"), RankPlace("h1", "b"), RankPlace("h0", "a")]) == []

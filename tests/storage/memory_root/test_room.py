@@ -61,9 +61,9 @@ def test_the_smaller_of_both_versions_counts(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "cgroup").write_text("7:memory:/job\n0::/job\n")
     found = list(container_limits(str(tmp_path / "cgroup"), str(tmp_path / "mount")))
     monkeypatch.setattr(room, "container_limits", lambda: found)
-    check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=None)
+    check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=None, is_copy=False)
     with pytest.raises(bcp.CheckpointSaveError, match=f"limit of the container .{100 * MIB} bytes") as caught:
-        check_room(str(tmp_path), 30 * MIB, held_bytes=0, max_bytes=None)
+        check_room(str(tmp_path), 30 * MIB, held_bytes=0, max_bytes=None, is_copy=False)
     assert caught.value.kind == "no_space"
     assert "raise the limit" in str(caught.value)
 
@@ -85,11 +85,11 @@ def test_a_file_system_without_room_is_refused_with_what_helps(
     status = SimpleNamespace(f_bavail=40 * MIB // 4096, f_frsize=4096, f_blocks=whole // 4096)
     monkeypatch.setattr(room, "os", SimpleNamespace(statvfs=lambda _: status, fspath=os.fspath))
     with pytest.raises(bcp.CheckpointSaveError, match=f"file system of {whole} bytes") as caught:
-        check_room(str(tmp_path), 25 * MIB, held_bytes=0, max_bytes=None)
+        check_room(str(tmp_path), 25 * MIB, held_bytes=0, max_bytes=None, is_copy=False)
     assert caught.value.kind == "no_space"
     assert advice in str(caught.value)
     assert str(25 * MIB) in str(caught.value)
-    check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=None)
+    check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=None, is_copy=False)
 
 
 def test_a_full_root_refuses_the_save_and_keeps_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
