@@ -22,6 +22,7 @@ from bytecheckpoint.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     StorageError,
+    UnsafeCheckpointError,
 )
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.manager.step_info import StepInfo
@@ -38,8 +39,9 @@ PINS_AHEAD_FOLDER = "manager/pins_ahead"
 """Notes of pins that were written for commits to come."""
 
 _VERSION = 1
-_MAX_BYTES = 1 << 20
-_NO_LATER = 250_000_000_000.0
+_MAX_BYTES = 1 << 25
+"""Limit of an object. A record has the metrics of a manifest again, which take up to six times the bytes as JSON."""
+MAX_TIME = 250_000_000_000.0
 """The year 9892: later times have no date in Python."""
 _IN_FLIGHT = 16
 _ATTEMPTS = 10
@@ -172,14 +174,14 @@ def lease(store: Store, folder: str, *, until: float) -> str:
 
 
 def unlease(store: Store, name: str) -> None:
-    """Ends a lease before its time."""
+    """Ends a lease before its time. `name` is what `lease` returned."""
     store.delete(name)
 
 
 def leased_until(store: Store, folder: str) -> float:
     """Returns the end of the longest lease of a checkpoint, past or not; 0.0 without one."""
     ends = (name.partition("-")[0] for name in store.list(join_name(folder, LEASES_FOLDER)))
-    return max((min(float(end), _NO_LATER) for end in ends if end.isdecimal()), default=0.0)
+    return max((min(float(end), MAX_TIME) for end in ends if end.isdecimal()), default=0.0)
 
 
 def is_pinned(store: Store, folder: str) -> bool:
@@ -282,7 +284,7 @@ def _read_step(reading: _Reading, step: int, abandoned_save_id: str) -> StoredSt
     try:
         if reading.reads_manifests or record is None or len({report.save_id for report in reports}) > 1:
             found = _record_of(describe_checkpoint(layout.read_manifest(store, folder), path=folder, seconds={}))
-            record = next((item for item in reports if item.save_id == found.save_id and item.num_bytes), None)
+            record = next((item for item in reports if item.save_id == found.save_id and _is_of_save(item)), None)
         else:
             found = record
     except CheckpointNotFoundError:
@@ -386,11 +388,11 @@ def _write(store: Store, name: str, content: object) -> None:
 
 
 def _read(store: Store, name: str, kind: type[T]) -> T | None:
-    """Returns a decoded object; None if there is none, and with a warning if it is damaged."""
+    """Returns a decoded object; None if there is none, and with a warning if it is damaged or too long."""
     try:
         return msgspec.json.decode(read_whole(store, name, max_bytes=_MAX_BYTES), type=kind)
     except CheckpointNotFoundError:
         return None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnsafeCheckpointError) as error:
         logger.warning("%s is damaged (%s) and counts as absent", join_name(str(store), name), error)
         return None

@@ -212,6 +212,16 @@ def test_a_step_whose_lease_has_ended_goes_at_the_next_wait(tmp_path: Path) -> N
         assert manager.steps() == [2]
 
 
+def test_a_lease_beyond_all_dates_keeps_its_step_and_no_other(tmp_path: Path) -> None:
+    with manager_at(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state_at(step))
+        manager.lease(1, 1e13)
+        manager.save(3, state_at(3))
+        manager.wait()
+        assert manager.steps() == [1, 3]
+
+
 def test_a_step_that_another_program_leased_goes_when_that_lease_has_ended(tmp_path: Path) -> None:
     with manager_at(tmp_path) as manager:
         manager.save(1, state_at(1))

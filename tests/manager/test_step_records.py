@@ -113,6 +113,34 @@ def test_a_damaged_record_is_named_and_counts_as_absent(
     assert [str(path) in record.getMessage() for record in caplog.records] == [True]
 
 
+def test_thousands_of_metrics_of_a_save_are_read_again(tmp_path: Path) -> None:
+    metrics = {f"gradient_norm/layers.{layer}.self_attention.query_key_value.weight": layer / 7 for layer in range(20_000)}
+    with bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(1)) as manager:
+        manager.save(1, {"w": torch.ones(5)}, metrics=metrics)
+        manager.report(1, metrics)
+    with bcp.CheckpointManager(tmp_path) as manager:
+        assert read_steps(manager._store)[0].metrics == metrics
+
+
+def test_a_record_that_is_too_long_is_named_and_counts_as_absent(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_records.report(store, folder(1), {"loss": 3.0}, time=9e9)
+    monkeypatch.setattr(step_records, "_MAX_BYTES", 10)
+    with caplog.at_level(logging.WARNING, "bytecheckpoint"):
+        assert read_steps(store)[0].metrics == {"loss": 1.0}
+    assert ["it may have 10" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_the_record_of_a_save_without_tensors_is_found_beside_its_manifest(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(1)) as manager:
+        manager.save(1, {"step": 1})
+    found = step_records.read_step(manager._store, 1, reads_manifest=True)
+    assert found == step_records.read_step(manager._store, 1)
+    assert found is not None
+    assert (found.has_record, found.info.num_bytes, set(found.info.seconds)) == (True, 0, {"stall", "total"})
+
+
 def test_files_of_others_are_no_records(store: Store, tmp_path: Path) -> None:
     for name in ("metrics/notes.json", "metrics/0123456789abcdef.txt", "leases/mine"):
         (tmp_path / folder(1) / name).parent.mkdir(exist_ok=True)
