@@ -16,7 +16,7 @@ _LOOK_S = 0.5
 
 
 class RetriedWork:
-    """The thread, which starts when there is something to do. Methods may be called from any thread."""
+    """The work and its thread, which starts when the work is first asked for. Methods may be called from any thread."""
 
     def __init__(self, name: str, do: Callable[[], object], *, what: str) -> None:
         """`do` does all the work there is. If it raises, it is called again after a pause; the first of several errors
@@ -67,7 +67,7 @@ class RetriedWork:
                     return self._failure
                 if now - max(began, self._progress_at) >= hanging_s:
                     return TimeoutError(f"no progress for {hanging_s:g} s")
-                self._changed.wait(min(_LOOK_S, failing_s, hanging_s))
+                self._changed.wait(min(_LOOK_S, hanging_s))  # a failure wakes it
         return None
 
     def close(self) -> None:
