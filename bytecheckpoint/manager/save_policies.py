@@ -123,7 +123,7 @@ class AllDue(_JoinableSavePolicy):
 
     @property
     def is_step_only(self) -> bool:
-        """True if it is true of all joined policies, and none is a deadline, which needs the time if joined by `&`."""
+        """True if `is_step_only` is true of all joined policies, and none is a Deadline, which needs the time here."""
         has_deadline = any(isinstance(part, Deadline) for part in parts_of(self))
         return not has_deadline and all(is_step_only(policy) for policy in self.policies)
 
