@@ -41,7 +41,7 @@ MAX_BYTES = 1 << 62
 
 _MANY_EXTENTS = 64
 """Extents of one file from which on an array of them is looked at as one."""
-_FOLDER = re.compile(r"\A(?:/(?!.*(?:\A|/)\.\.(?:/|\Z))|[a-z][a-z0-9+.-]*://).{0,4096}\Z", re.DOTALL)
+_FOLDER = re.compile(r"\A(?:/(?!(?:.*/)?\.\.(?:/|\Z))|[a-z][a-z0-9+.-]*://).{0,4096}\Z", re.DOTALL)
 """An absolute path or a URL."""
 _CONTAINERS = (dict, list, tuple)
 """The types of containers that msgpack decodes to and encodes."""
@@ -91,7 +91,11 @@ def check_save_id(save_id: str) -> None:
 def check_link(folder: str) -> None:
     """Raises UnsafeCheckpointError (path_escape) unless a link is a URL, or an absolute path without `..`."""
     if "\0" in folder or not _FOLDER.match(folder):
-        raise _path_escape("link to another folder", folder)
+        raise UnsafeCheckpointError(
+            f"the manifest is a link to {shown(folder)}: a link leads to a URL, or to an absolute path without '..' or "
+            "NUL, of at most 4096 characters; no file was opened: do not trust this checkpoint",
+            kind="path_escape",
+        )
 
 
 def check_files(files: Sequence[DataFile]) -> None:
