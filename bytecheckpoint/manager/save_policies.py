@@ -265,8 +265,9 @@ class Continuous(_JoinableSavePolicy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Overhead(_JoinableSavePolicy):
-    """Due as often as training waits for saves at most this share of the time: 0.01 for a hundredth. The stall of the
-    last save stands for that of the next one. The first save is due at once, and none while one is in flight.
+    """Due as often as it can be if training is to wait for saves at most this share of the time: 0.01 for a hundredth.
+    The stall of the last save stands for that of the next one. The first save is due at once, and none while one is in
+    flight.
     """
 
     fraction: float
@@ -284,9 +285,9 @@ class Overhead(_JoinableSavePolicy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CostBudget(_JoinableSavePolicy):
-    """Due as often as training waits for saves at most the share `budget` of the time; and with `mtbf_s`, the mean time
-    between failures in seconds, no more often than by Young's formula, which makes the sum of waiting and lost work
-    least. The first save is due at once, and none while one is in flight.
+    """Due as often as it can be if training is to wait for saves at most the share `budget` of the time; and with
+    `mtbf_s`, the mean time between failures in seconds, no more often than by Young's formula, which makes the sum of
+    waiting and lost work least. The first save is due at once, and none while one is in flight.
     """
 
     budget: float = 0.01

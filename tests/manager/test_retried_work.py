@@ -28,3 +28,19 @@ def test_a_failure_ends_the_wait_at_once() -> None:
     assert isinstance(work.wait(began=began, failing_s=0.0, hanging_s=30.0), ValueError)
     assert time.monotonic() - began < 10
     work.close()
+
+
+def test_work_that_failed_before_it_was_closed_is_not_awaited() -> None:
+    failed = threading.Event()
+
+    def fail() -> None:
+        failed.set()
+        raise ValueError("refused")
+
+    work = RetriedWork("test", fail, what="the work")
+    work.ask()
+    assert failed.wait(30)
+    work.close()
+    began = time.monotonic()
+    assert isinstance(work.wait(began=began, failing_s=30.0, hanging_s=30.0), ValueError)
+    assert time.monotonic() - began < 10
