@@ -16,12 +16,15 @@ from bytecheckpoint import keep_policies, save_policies
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.after_commit import background
+from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, StepChange
 from bytecheckpoint.manager.ownership import Generation
+from bytecheckpoint.manager.step_records import StoredStep
 from bytecheckpoint.saving import commit
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.layout import step_folder
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.tools.main import cli
+from manager.steps import step_info
 
 EVERY = save_policies.EverySteps(1)
 ALL = keep_policies.All()
@@ -342,3 +345,12 @@ def test_metrics_that_are_reported_while_a_replaced_copy_waits_do_not_hide_it(tm
         manager._owned.background.saves.end()
     assert value_of(there, 2) == 20
     assert losses_of(there) == [0.25]
+
+
+def test_marks_of_a_step_before_it_was_replaced_are_not_those_of_the_new_one(tmp_path: Path) -> None:
+    bcp.save(tmp_path, state_at(3), step=3)
+    steps = KnownSteps(open_store(tmp_path, storage_options=None, writer_threads=1))
+    steps.change(StepChange(3, metrics={"loss": 1.0}, leased_until=9e9))
+    new = step_info(3, metrics={"loss": 2.0}, save_id="of the new one")
+    steps.add(new)
+    assert steps.all() == [StoredStep(new, False, 0.0, False)]
