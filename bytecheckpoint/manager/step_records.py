@@ -162,7 +162,8 @@ def unpin(store: Store, folder: str) -> None:
 
 
 def lease(store: Store, folder: str, *, until: float) -> str:
-    """Protects a committed checkpoint until a time; returns the name of the lease inside the store, for `unlease`.
+    """Protects a committed checkpoint until a time. Returns the name of the lease inside the store: deleting that
+    object ends the lease.
 
     Raises CheckpointNotFoundError (not_committed).
     """
@@ -171,11 +172,6 @@ def lease(store: Store, folder: str, *, until: float) -> str:
     store.write(name, one_block(b"\n"), replace=False)
     _withdraw_if_deleted(store, folder, name)
     return name
-
-
-def unlease(store: Store, name: str) -> None:
-    """Ends a lease before its time. `name` is what `lease` returned."""
-    store.delete(name)
 
 
 def leased_until(store: Store, folder: str) -> float:
@@ -195,13 +191,8 @@ def read_abandoned(store: Store) -> dict[int, str]:
     return {int(step): save_id for step, save_id in branch.abandoned.items() if step.isdecimal()} if branch else {}
 
 
-def read_steps(store: Store) -> list[StepInfo]:
-    """Returns the committed steps of a root, oldest first: abandoned ones, then the others, both ascending."""
-    return [step.info for step in list_steps(store)]
-
-
 def find_step(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> StepInfo | None:
-    """Returns the first of the steps, in the order of `read_steps`, for which `choose` returns True; None if there is
+    """Returns the first of the steps, in the order of `list_steps`, for which `choose` returns True; None if there is
     none. If the checkpoint of that step was replaced after its record was written, calls `choose` again with steps
     that are read from all manifests.
     """
@@ -258,8 +249,8 @@ def list_steps(
     reads_manifests: bool = False,
     on_damaged: Callable[[int, CheckpointError], object] = _warn_of_damaged,
 ) -> list[StoredStep]:
-    """Returns the committed steps in the order of `read_steps`, with leases. A step whose manifest was deleted
-    meanwhile, or is damaged, is left out; `on_damaged` is called for a damaged one, on any thread.
+    """Returns the committed steps of a root, the abandoned ones before all others, both ascending. A step whose manifest
+    was deleted meanwhile, or is damaged, is left out; `on_damaged` is called for a damaged one, on any thread.
 
     Without `reads_manifests`, the record of a step is read in place of its manifest: damage is not seen then, nor that
     a program without a manager has replaced the checkpoint.

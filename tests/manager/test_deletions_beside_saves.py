@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from faults.seams import files_under
+from manager.steps import read_steps
 from manager.test_retention import Ending, Killed, fill
 from storage.s3_service import S3Service
 
@@ -23,7 +24,6 @@ from bytecheckpoint.manager import retention
 from bytecheckpoint.manager.after_commit import save_pauses
 from bytecheckpoint.manager.after_commit.save_pauses import OngoingSaves
 from bytecheckpoint.manager.retention import DeletionPace, delete_steps, finish_deletions
-from bytecheckpoint.manager.step_records import read_steps
 from bytecheckpoint.saving import commit
 from bytecheckpoint.storage.layout import step_folder
 

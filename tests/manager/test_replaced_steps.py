@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from manager.steps import read_steps, step_info
 
 import bytecheckpoint as bcp
 from bytecheckpoint import keep_policies, save_policies
@@ -24,7 +25,6 @@ from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.layout import step_folder
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.tools.main import cli
-from manager.steps import step_info
 
 EVERY = save_policies.EverySteps(1)
 ALL = keep_policies.All()
@@ -58,7 +58,7 @@ def replace_by_hand(path: Path, step: int, *, loss: float) -> None:
 
 def losses_of(path: Path) -> list[float]:
     store = open_store(str(path), storage_options=None, writer_threads=1)
-    return [info.metrics["loss"] for info in step_records.read_steps(store)]
+    return [info.metrics["loss"] for info in read_steps(store)]
 
 
 def best_of(path: Path) -> tuple[int | None, dict[str, float]]:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from faults.seams import files_under
-from manager.steps import step_info
+from manager.steps import read_steps, step_info
 
 import bytecheckpoint as bcp
 from bytecheckpoint.manager import abandoned_steps, step_records
-from bytecheckpoint.manager.step_records import list_steps, read_steps
+from bytecheckpoint.manager.step_records import list_steps
 from bytecheckpoint.storage import deletion
 from bytecheckpoint.storage.layout import committed_save_id, step_folder
 from bytecheckpoint.storage.open_store import open_store
@@ -89,7 +89,7 @@ def test_the_longest_lease_counts(store: Store) -> None:
     step_records.lease(store, folder(2), until=500.5)
     name = step_records.lease(store, folder(2), until=900.0)
     assert [step.leased_until for step in list_steps(store)] == [0.0, 900.0]
-    step_records.unlease(store, name)
+    store.delete(name)
     assert list_steps(store)[1].leased_until == 501.0
 
 
@@ -114,7 +114,9 @@ def test_a_damaged_record_is_named_and_counts_as_absent(
 
 
 def test_thousands_of_metrics_of_a_save_are_read_again(tmp_path: Path) -> None:
-    metrics = {f"gradient_norm/layers.{layer}.self_attention.query_key_value.weight": layer / 7 for layer in range(20_000)}
+    metrics = {
+        f"gradient_norm/layers.{layer}.self_attention.query_key_value.weight": layer / 7 for layer in range(20_000)
+    }
     with bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(1)) as manager:
         manager.save(1, {"w": torch.ones(5)}, metrics=metrics)
         manager.report(1, metrics)

@@ -306,4 +306,4 @@ def check_deadline(deadline_s: float | None) -> None:
     """Raises ValueError unless it is None or a finite number of seconds, at least 0; numpy's are accepted."""
     seconds = plain_number(deadline_s)
     if deadline_s is not None and (seconds is None or not math.isfinite(seconds) or seconds < 0):
-        raise ValueError(f"deadline_s takes a number of seconds from now, or None, not {deadline_s!r}")
+        raise ValueError(f"deadline_s takes a number of seconds from now, at least 0, or None, not {deadline_s!r}")

@@ -58,7 +58,9 @@ def object_name(folder: str, step: int, rank: int, num_ranks: int) -> str:
 
 def branches(store: Store) -> list[str]:
     """Returns the folders of all branches, the newest first."""
-    return [join_name(LOG_FOLDER, name) for name in sorted(store.list(LOG_FOLDER), reverse=True) if _FOLDER.fullmatch(name)]
+    return [
+        join_name(LOG_FOLDER, name) for name in sorted(store.list(LOG_FOLDER), reverse=True) if _FOLDER.fullmatch(name)
+    ]
 
 
 def earlier_objects(store: Store, generation: int) -> list[str]:
