@@ -265,8 +265,8 @@ def _compare(
     metadata: Mapping[str, str],
     found: Sequence[StoredEntry],
 ) -> str | None:
-    """Returns the difference between a header and the header that the writer makes for these chunks; None if they are
-    equal.
+    """Returns the difference between a header, with the entries `found`, and the one that the writer makes for `items`,
+    which are those of `_FileContents.of_file`; None if they are equal.
     """
     expected = []
     for _, fqn, chunk in items:

@@ -70,7 +70,7 @@ def earlier_objects(store: Store, generation: int) -> list[str]:
 
 
 def logged_steps(store: Store, folder: str) -> list[LoggedNames]:
-    """Returns the steps that all ranks have logged, the newest first."""
+    """Returns the steps that all ranks have logged in the folder of a branch, the newest first."""
     found: dict[tuple[int, int], dict[int, str]] = {}
     for name in store.list(folder):
         if match := _NAME.fullmatch(name):
