@@ -249,8 +249,8 @@ def list_steps(
     reads_manifests: bool = False,
     on_damaged: Callable[[int, CheckpointError], object] = _warn_of_damaged,
 ) -> list[StoredStep]:
-    """Returns the committed steps of a root, abandoned ones before all others, both ascending. A step whose manifest was
-    deleted meanwhile, or is damaged, is left out; `on_damaged` is called for a damaged one, on any thread.
+    """Returns the committed steps of a root, abandoned ones before all others, both ascending. A step whose manifest
+    was deleted meanwhile, or is damaged, is left out; `on_damaged` is called for a damaged one, on any thread.
 
     Without `reads_manifests`, the record of a step is read in place of its manifest: damage is not seen then, nor that
     a program without a manager has replaced the checkpoint.
