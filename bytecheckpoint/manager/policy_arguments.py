@@ -70,7 +70,7 @@ def check_seconds(policy: object, field: str, value: object, *, may_be_zero: boo
     seconds = plain_number(value)
     if seconds is None or not math.isfinite(seconds) or seconds < 0 or (seconds == 0 and not may_be_zero):
         takes = "at least 0" if may_be_zero else "above 0"
-        raise wrong_argument(policy, field, value, f"a number of seconds {takes}")
+        raise wrong_argument(policy, field, value, f"a finite number of seconds {takes}")
     return seconds
 
 

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Protocol
@@ -363,11 +364,11 @@ class Deadline(_JoinableSavePolicy):
         if text is None:
             logger.warning("%r is no deadline here: the environment variable %s is not set", self, name)
             return math.inf
-        try:
-            return float(text)
-        except ValueError as error:
-            takes = f"the name of an environment variable that holds seconds since 1970; {name} holds {text!r}"
-            raise wrong_argument(self, "at", name, takes) from error
+        with suppress(ValueError):
+            if (seconds := plain_number(float(text))) is not None:
+                return seconds
+        takes = f"the name of an environment variable that holds seconds since 1970; {name} holds {text!r}"
+        raise wrong_argument(self, "at", name, takes)
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
         """Returns True if training stops, or has to by `now.host_time`."""
