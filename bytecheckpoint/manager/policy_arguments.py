@@ -103,8 +103,9 @@ def collect_steps(policy: object, given: Iterable[GivenSteps]) -> Collection[int
         return given[0]
     steps: set[int] = set()
     for item in given:
-        numbers = item if isinstance(item, Iterable) and not isinstance(item, str | bytes) else [item]
-        steps.update(check_integer(policy, "steps", number, minimum=0) for number in numbers)
+        is_one = integer_of(item) is not None or isinstance(item, str | bytes)  # a scalar of numpy may be Iterable
+        found = item if isinstance(item, Iterable) and not is_one else [item]
+        steps.update(check_integer(policy, "steps", number, minimum=0) for number in found)
     if not steps:
         raise wrong_argument(policy, "steps", given, "one step or more")
     return frozenset(steps)

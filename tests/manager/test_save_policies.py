@@ -52,7 +52,15 @@ def test_an_offset_may_be_larger_than_the_interval() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [AtSteps([3, 7]), AtSteps(3, 7), AtSteps({7, 3}), AtSteps(np.array([3, 7])), AtSteps([3], 7)]
+    "policy",
+    [
+        AtSteps([3, 7]),
+        AtSteps(3, 7),
+        AtSteps({7, 3}),
+        AtSteps(np.array([3, 7])),
+        AtSteps([3], 7),
+        AtSteps(np.array(3), np.int64(7)),
+    ],
 )
 def test_steps_are_given_as_numbers_or_lists(policy: AtSteps) -> None:
     assert due_steps(policy) == [3, 7]
