@@ -85,16 +85,18 @@ def refuse_deep_nesting(value: object, what: str) -> None:
 def check_save_id(save_id: str) -> None:
     """Raises UnsafeCheckpointError (path_escape) if a save id cannot be a part of a file name."""
     if "/" in save_id or UNSAFE_NAME.search(save_id):
-        raise _path_escape("save id", save_id)
+        raise _path_escape(
+            f"the save id {shown(save_id)}: as a part of file names, it has no '/', ':', backslash or NUL, and is not "
+            "empty, '.' or '..'"
+        )
 
 
 def check_link(folder: str) -> None:
     """Raises UnsafeCheckpointError (path_escape) unless a link is a URL, or an absolute path without `..`."""
     if "\0" in folder or not _FOLDER.match(folder):
-        raise UnsafeCheckpointError(
-            f"the manifest is a link to {shown(folder)}: a link leads to a URL, or to an absolute path without '..' or "
-            "NUL, of at most 4096 characters; no file was opened: do not trust this checkpoint",
-            kind="path_escape",
+        raise _path_escape(
+            f"a link to {shown(folder)}: a link leads to a URL, or to an absolute path without '..' or NUL, of at most "
+            "4096 characters"
         )
 
 
@@ -112,7 +114,10 @@ def check_files(files: Sequence[DataFile]) -> None:
 
 def _check_file(file: DataFile) -> None:
     if UNSAFE_NAME.search(file.name):
-        raise _path_escape("data file", file.name)
+        raise _path_escape(
+            f"a data file {shown(file.name)}: names must be relative, with forward slashes, without empty parts, '.', "
+            "'..', ':', backslash or NUL, so that they stay inside the checkpoint's folder"
+        )
     if not 0 <= file.byte_length <= MAX_BYTES:
         raise bad_manifest(f"file {shown(file.name)} is said to have {file.byte_length} bytes")
     lengths = file.extent_lengths
@@ -134,12 +139,9 @@ def _check_file(file: DataFile) -> None:
             raise bad_manifest(f"file {shown(file.name)} has {what}")
 
 
-def _path_escape(what: str, name: str) -> UnsafeCheckpointError:
+def _path_escape(what: str) -> UnsafeCheckpointError:
     return UnsafeCheckpointError(
-        f"the manifest has a {what} {shown(name)}: names must be relative, with forward slashes, without empty parts, "
-        "'.', '..', ':', backslash or NUL, so that they stay inside the checkpoint's folder; no file was opened: "
-        "do not trust this checkpoint",
-        kind="path_escape",
+        f"the manifest has {what}; no file was opened: do not trust this checkpoint", kind="path_escape"
     )
 
 
