@@ -186,7 +186,9 @@ def is_pinned(store: Store, folder: str) -> bool:
 
 
 def read_abandoned(store: Store) -> dict[int, str]:
-    """Returns by step the save ids of the steps that training left behind when it went back to an earlier one."""
+    """Returns by step the save ids of the steps that training left behind when it went back to an earlier one. Raises
+    UnsafeCheckpointError (limits_exceeded) if their record is too long.
+    """
     branch = _read(store, BRANCH_NAME, Branch)
     return {int(step): save_id for step, save_id in branch.abandoned.items() if step.isdecimal()} if branch else {}
 
@@ -379,11 +381,15 @@ def _write(store: Store, name: str, content: object) -> None:
 
 
 def _read(store: Store, name: str, kind: type[T]) -> T | None:
-    """Returns a decoded object; None if there is none, and with a warning if it is damaged or too long."""
+    """Returns a decoded object; None if there is none, and with a warning if it is damaged or too long. Raises
+    UnsafeCheckpointError (limits_exceeded) for a Branch that is too long.
+    """
     try:
         return msgspec.json.decode(read_whole(store, name, max_bytes=_MAX_BYTES), type=kind)
     except CheckpointNotFoundError:
         return None
     except (msgspec.DecodeError, UnsafeCheckpointError) as error:
+        if kind is Branch and isinstance(error, UnsafeCheckpointError):
+            raise  # without it abandoned steps would be restored, and others deleted in their place
         logger.warning("%s is damaged (%s) and counts as absent", join_name(str(store), name), error)
         return None

@@ -11,6 +11,7 @@ from faults.seams import files_under
 from manager.steps import read_steps, step_info
 
 import bytecheckpoint as bcp
+from bytecheckpoint.errors import UnsafeCheckpointError
 from bytecheckpoint.manager import abandoned_steps, step_records
 from bytecheckpoint.manager.step_records import list_steps
 from bytecheckpoint.storage import deletion
@@ -132,6 +133,17 @@ def test_a_record_that_is_too_long_is_named_and_counts_as_absent(
     with caplog.at_level(logging.WARNING, "bytecheckpoint"):
         assert read_steps(store)[0].metrics == {"loss": 1.0}
     assert ["it may have 10" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_abandoned_steps_whose_record_is_too_long_do_not_count_as_good(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandoned_steps.write_abandoned(store, {2: committed_save_id(store, folder(2))})
+    assert list(abandoned_steps.newest_steps(store)) == [1]
+    monkeypatch.setattr(step_records, "_MAX_BYTES", 10)
+    for read in (step_records.read_abandoned, list_steps, lambda it: list(abandoned_steps.newest_steps(it))):
+        with pytest.raises(UnsafeCheckpointError, match="it may have 10"):
+            read(store)
 
 
 def test_the_record_of_a_save_without_tensors_is_found_beside_its_manifest(tmp_path: Path) -> None:
