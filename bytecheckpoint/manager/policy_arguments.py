@@ -103,7 +103,8 @@ def collect_steps(policy: object, given: Iterable[GivenSteps]) -> Collection[int
         return given[0]
     steps: set[int] = set()
     for item in given:
-        is_one = integer_of(item) is not None or isinstance(item, str | bytes)  # a scalar of numpy may be Iterable
+        # An array or tensor without dimensions has __iter__, which raises TypeError.
+        is_one = isinstance(item, str | bytes) or getattr(item, "ndim", None) == 0
         found = item if isinstance(item, Iterable) and not is_one else [item]
         steps.update(check_integer(policy, "steps", number, minimum=0) for number in found)
     if not steps:

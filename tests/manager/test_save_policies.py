@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
+import torch
 from manager.steps import now_at, step_info
 
 from bytecheckpoint.manager.save_policies import (
@@ -60,6 +61,7 @@ def test_an_offset_may_be_larger_than_the_interval() -> None:
         AtSteps(np.array([3, 7])),
         AtSteps([3], 7),
         AtSteps(np.array(3), np.int64(7)),
+        AtSteps(torch.tensor(3), torch.tensor([7])),
     ],
 )
 def test_steps_are_given_as_numbers_or_lists(policy: AtSteps) -> None:
@@ -266,6 +268,7 @@ def test_policies_are_values() -> None:
         (lambda: EverySeconds(math.nan), "EverySeconds: s must be a finite number of seconds above 0, not nan"),
         (AtSteps, r"AtSteps: steps must be one step or more, not \(\)"),
         (lambda: AtSteps([]), r"AtSteps: steps must be one step or more, not \(\[\],\)"),
+        (lambda: AtSteps(np.array(1.5)), r"AtSteps: steps must be an integer of at least 0, not array\(1\.5\)"),
         (lambda: AtSteps("12"), "AtSteps: steps must be an integer of at least 0, not '12'"),
         (lambda: AtSteps(range(-5, 5)), "AtSteps: steps must be an integer of at least 0, not -5"),
         (lambda: Last(0), "Last: num_steps must be an integer of at least 1, not 0"),
