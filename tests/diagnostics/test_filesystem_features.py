@@ -26,13 +26,10 @@ def test_files_of_an_earlier_probe_change_nothing(tmp_path: Path) -> None:
 
 
 def test_mount_points_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mounts = b"disk / ext4 rw 0 0\ndisk /\xff\xfe xfs rw 0 0\nserver %s nfs4 rw 0 0\n"
+    mounts = b"disk / ext4 rw 0 0\ndisk /\xff\xfe\r xfs rw 0 0\nserver %s nfs4 rw 0 0\n"
     folder = tmp_path / "a b\tc\\d"
     folder.mkdir()
     escaped = os.fsencode(folder).replace(b"\\", b"\\134").replace(b" ", b"\\040").replace(b"\t", b"\\011")
 
-    def opened(_: str, **kwargs: str) -> io.TextIOWrapper:
-        return io.TextIOWrapper(io.BytesIO(mounts % escaped), **kwargs)
-
-    monkeypatch.setattr(filesystem_features, "open", opened, raising=False)
+    monkeypatch.setattr(filesystem_features, "open", lambda *_: io.BytesIO(mounts % escaped), raising=False)
     assert filesystem_features._file_system(str(folder)) == "nfs4"
