@@ -95,8 +95,8 @@ def check_link(folder: str) -> None:
     """Raises UnsafeCheckpointError (path_escape) unless a link is a URL, or an absolute path without `..`."""
     if "\0" in folder or not _FOLDER.match(folder):
         raise _path_escape(
-            f"a link to {shown(folder)}: a link leads to a URL, or to an absolute path without '..' or NUL, of at most "
-            "4096 characters"
+            f"a link to another folder, {shown(folder)}: a link leads to a URL, or to an absolute path without '..' or "
+            "NUL, of at most 4096 characters"
         )
 
 
