@@ -187,7 +187,7 @@ def is_pinned(store: Store, folder: str) -> bool:
 
 def read_abandoned(store: Store) -> dict[int, str]:
     """Returns by step the save ids of the steps that training left behind when it went back to an earlier one. Raises
-    UnsafeCheckpointError (limits_exceeded) if their record is too long.
+    UnsafeCheckpointError if their record is too long (limits_exceeded), or a link out of the root (path_escape).
     """
     branch = _read(store, BRANCH_NAME, Branch)
     return {int(step): save_id for step, save_id in branch.abandoned.items() if step.isdecimal()} if branch else {}
@@ -382,14 +382,14 @@ def _write(store: Store, name: str, content: object) -> None:
 
 def _read(store: Store, name: str, kind: type[T]) -> T | None:
     """Returns a decoded object; None if there is none, and with a warning if it is damaged or too long. Raises
-    UnsafeCheckpointError (limits_exceeded) for a Branch that is too long.
+    UnsafeCheckpointError for a Branch that is too long (limits_exceeded), and for a link out of the root (path_escape).
     """
     try:
         return msgspec.json.decode(read_whole(store, name, max_bytes=_MAX_BYTES), type=kind)
     except CheckpointNotFoundError:
         return None
     except (msgspec.DecodeError, UnsafeCheckpointError) as error:
-        if kind is Branch and isinstance(error, UnsafeCheckpointError):
-            raise  # without it abandoned steps would be restored, and others deleted in their place
+        if isinstance(error, UnsafeCheckpointError) and (kind is Branch or error.kind != "limits_exceeded"):
+            raise  # without what it says, other steps would be restored, and good ones deleted
         logger.warning("%s is damaged (%s) and counts as absent", join_name(str(store), name), error)
         return None

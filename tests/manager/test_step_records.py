@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -133,6 +135,16 @@ def test_a_record_that_is_too_long_is_named_and_counts_as_absent(
     with caplog.at_level(logging.WARNING, "bytecheckpoint"):
         assert read_steps(store)[0].metrics == {"loss": 1.0}
     assert ["it may have 10" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_record_behind_a_link_out_of_the_root_is_refused_and_not_absent(store: Store, tmp_path: Path) -> None:
+    step_records.report(store, folder(1), {"loss": 0.125}, time=9e9)
+    (record,) = (tmp_path / folder(1) / "metrics").iterdir()
+    with TemporaryDirectory() as elsewhere:
+        shutil.move(record, elsewhere)
+        record.symlink_to(f"{elsewhere}/{record.name}")
+        with pytest.raises(UnsafeCheckpointError, match="a link leads from"):
+            list_steps(store)
 
 
 def test_abandoned_steps_whose_record_is_too_long_do_not_count_as_good(
