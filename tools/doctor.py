@@ -57,7 +57,7 @@ class Diagnosis:
 
     @property
     def is_fine(self) -> bool:
-        return all(check.is_kept is not False for check in self.checks if check.is_needed)
+        return all(check.is_kept for check in self.checks if check.is_needed)
 
 
 @click.command(epilog=_EXAMPLE)
@@ -252,7 +252,7 @@ def _speed_json(speed: Speed) -> dict[str, Any]:
 
 def _print(diagnosis: Diagnosis) -> None:
     screen = Screen()
-    broken = [check for check in diagnosis.checks if check.is_kept is False]
+    broken = [check for check in diagnosis.checks if not check.is_kept]
     if not diagnosis.is_fine:
         screen.line(f"{diagnosis.url}: NOT SAFE for checkpoints", style="bold red")
     elif broken:
@@ -280,8 +280,6 @@ def _print(diagnosis: Diagnosis) -> None:
 
 
 def _kept_text(check: GuaranteeCheck) -> str:
-    if check.is_kept is None:
-        return "not known"
     return "yes" if check.is_kept else "NO" if check.is_needed else "no"
 
 

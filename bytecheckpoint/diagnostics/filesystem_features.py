@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -126,10 +127,10 @@ def _file_system(folder: str) -> str | None:
     """Returns the type of the mount that the folder is on; None without /proc."""
     path = os.path.realpath(folder)
     nearest, file_system = "", None
-    with suppress(OSError), open("/proc/self/mounts", encoding="utf-8") as mounts:
-        for line in mounts:
+    with suppress(OSError), open("/proc/self/mounts", "rb") as mounts:
+        for line in map(os.fsdecode, mounts):
             _, mount_point, kind, *_ = line.split(" ")
-            mount_point = mount_point.replace("\\040", " ")
+            mount_point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), mount_point)
             is_above = path == mount_point or path.startswith(mount_point.rstrip("/") + "/")
             if is_above and len(mount_point) >= len(nearest):
                 nearest, file_system = mount_point, kind

@@ -40,7 +40,7 @@ class _Bars:
 
     def show(self, progress: Progress) -> None:
         """Draws, moves or removes the bar of a save or load."""
-        if progress.rank != 0 or not sys.stderr.isatty():
+        if progress.rank != 0 or sys.stderr is None or not sys.stderr.isatty():
             return
         with self._lock:
             if progress.is_finished:

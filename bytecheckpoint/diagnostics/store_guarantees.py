@@ -35,8 +35,7 @@ class GuaranteeCheck(NamedTuple):
     name: str
     is_needed: bool
     """True if checkpoints are not safe without it."""
-    is_kept: bool | None
-    """None if unknown."""
+    is_kept: bool
     what: str
     """The observation."""
 
@@ -119,7 +118,7 @@ def check_guarantees(store: ProbeStore) -> Iterator[GuaranteeCheck]:
         yield GuaranteeCheck(name, is_needed, is_kept, what)
 
 
-_Found = tuple[bool | None, str]
+_Found = tuple[bool, str]
 
 
 def _check_ranges(store: ProbeStore) -> _Found:

@@ -15,6 +15,7 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.links import take_sample
 from bytecheckpoint.loading.replacement import refuse_replaced
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, Sample
+from bytecheckpoint.region import describe
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.checksum_scan import ScanFault, ScanRange, find_files, ranges_of, scan, size_faults
 from bytecheckpoint.storage.layout import DATA_FOLDER
@@ -265,8 +266,8 @@ def _compare(
     metadata: Mapping[str, str],
     found: Sequence[StoredEntry],
 ) -> str | None:
-    """Returns the difference between a header and the header that the writer makes for these chunks; None if they are
-    equal.
+    """Returns the difference between a header, with the entries `found`, and the one that the writer makes for `items`,
+    which are those of `_FileContents.of_file`; None if they are equal.
     """
     expected = []
     for _, fqn, chunk in items:
@@ -292,11 +293,8 @@ def _compare(
 def _tiling_damage(manifest: Manifest) -> Iterator[Damage]:
     """Yields damage for each tensor whose chunks leave a hole or overlap."""
     for fqn in manifest.tensors:
-        fault = manifest.table.find_fault(fqn)
-        if fault is None:
-            continue
-        region, state = (fault.hole, "no chunk holds") if fault.hole else (fault.overlap, "two chunks hold")
-        spans = zip(region.offsets, region.ends, strict=True) if region else ()
-        where = ",".join(f"{start}:{end}" for start, end in spans)
-        what = f"{state} {fqn}[{where}] of shape {list(manifest.describe(fqn)[1])}"
-        yield Damage("coverage", None, 0, 0, [fqn], what)
+        hole, overlap = manifest.table.find_fault(fqn) or (None, None)
+        if (region := hole or overlap) is not None:
+            state = "no chunk holds" if hole else "two chunks hold"
+            what = f"{state} {fqn}{describe(region)} of shape {list(manifest.describe(fqn)[1])}"
+            yield Damage("coverage", None, 0, 0, [fqn], what)

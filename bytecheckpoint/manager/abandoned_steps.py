@@ -54,7 +54,7 @@ def _save_id_or_damaged(store: Store, step: int) -> str:
 
 def newest_steps(store: Store, abandoned: Mapping[int, str] | None = None) -> Iterator[int]:
     """Yields the committed steps that are not abandoned, newest first. Costs one listing of the root, a look for the
-    manifest of each step, and a read of the manifest only for steps in `abandoned`. That has save ids by step; None
+    manifest of each step, and a read of the manifest only for steps in `abandoned`, which has save ids by step; None
     reads them with `read_abandoned`.
     """
     abandoned_ids = read_abandoned(store) if abandoned is None else abandoned

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import NoneType
@@ -57,7 +58,9 @@ _KEEP_ALL = keep_policies.All()
 
 
 class CheckpointManager:
-    """The checkpoints of a training run below one root. All ranks make the same calls in order, except where noted."""
+    """The checkpoints of a training run below one root. All ranks make the same calls in order, except where noted.
+    `report`, `pin` and `lease` raise CheckpointNotFoundError (not_committed) for a step that is not committed.
+    """
 
     def __init__(
         self,
@@ -378,16 +381,13 @@ class CheckpointManager:
         if self._is_closed:
             return
         self._is_closed = True
-        try:
+        with ExitStack() as later:  # each of these is done whatever those before it raise
+            later.callback(self._requests.close)
+            later.callback(self._stop.close)
+            later.callback(self._data.close)
+            if self._owned is not None:
+                later.callback(self._owned.background.close, self._options.save.timeout_s)
             self._saves.settle(is_end=True)
-        finally:
-            try:
-                if self._owned is not None:
-                    self._owned.background.close(self._options.save.timeout_s)
-            finally:
-                self._data.close()
-                self._stop.close()
-                self._requests.close()
 
     def _refuse_closed(self) -> None:
         if self._is_closed:

@@ -220,7 +220,7 @@ class Best(_JoinableKeepPolicy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "n", check_integer(self, "n", self.n, minimum=1))
         check_name(self, "metric", self.metric, takes="the name of a metric")
-        if self.mode not in {"min", "max"}:
+        if self.mode not in ("min", "max"):
             raise wrong_argument(self, "mode", self.mode, "'min' or 'max'")
 
     def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:

@@ -46,6 +46,7 @@ from bytecheckpoint.storage.store import Store
 logger = logging.getLogger("bytecheckpoint")
 
 _NOTED_S = 60.0
+"""Longest wait for the end of a save to be counted, and for its commit to be handed to the background."""
 
 
 class ManagedRun(NamedTuple):

@@ -63,7 +63,7 @@ class ManagerOptions:
         _check("cool_down", self.cool_down, _is_place(self.cool_down), "a path, a URL or None")
         if self.cool_down_keep is not None:
             takes = f"a keep policy, {_KEEP_EXAMPLE}, or None"
-            _check("cool_down_keep", self.cool_down_keep, _is_policy(self.cool_down_keep, "keeps"), takes)
+            _check("cool_down_keep", self.cool_down_keep, is_policy(self.cool_down_keep, "keeps"), takes)
         is_mapping = self.cool_down_options is None or isinstance(self.cool_down_options, Mapping)
         _check("cool_down_options", self.cool_down_options, is_mapping, "a mapping or None")
         _check("on_failed_save", self.on_failed_save, self.on_failed_save in ("raise", "warn"), "'raise' or 'warn'")
@@ -91,22 +91,23 @@ def check_options(options: object) -> ManagerOptions:
 
 def check_policies(*, save: object, keep: object) -> None:
     """Raises TypeError, which says what to pass, unless these are a save policy and a keep policy."""
-    if not _is_policy(save, "due"):
+    if not is_policy(save, "due"):
         raise TypeError(_wrong_policy("save", save, f"a save policy, {_SAVE_EXAMPLE}", other="keep", method="keeps"))
-    if not _is_policy(keep, "keeps"):
+    if not is_policy(keep, "keeps"):
         raise TypeError(_wrong_policy("keep", keep, f"a keep policy, {_KEEP_EXAMPLE}", other="save", method="due"))
 
 
 def _wrong_policy(name: str, value: object, takes: str, *, other: str, method: str) -> str:
     advice = ""
-    if _is_policy(value, method):
+    if is_policy(value, method):
         advice = f": this one decides what to {other}, so pass it as {other}="
     elif isinstance(value, type):
         advice = ": this is the class; call it"
     return f"{name} takes {takes}, not {value!r}{advice}"
 
 
-def _is_policy(value: object, method: str) -> bool:
+def is_policy(value: object, method: str) -> bool:
+    """Returns True for an object with this method, False for its class."""
     return not isinstance(value, type) and callable(getattr(value, method, None))
 
 

@@ -13,7 +13,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, CheckpointSaveError
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    UnsafeCheckpointError,
+)
 from bytecheckpoint.storage import garbage, layout
 from bytecheckpoint.storage.inventory import HasInventory
 from bytecheckpoint.storage.paths import join_name
@@ -134,10 +140,10 @@ def _claim_name(number: int) -> str:
 
 
 def _read_claim(store: Store, number: int) -> Claim | None:
-    """Returns the claim of a generation; None if it is gone or damaged."""
+    """Returns the claim of a generation; None if it is gone, damaged or too long."""
     try:
         return msgspec.json.decode(read_whole(store, _claim_name(number), max_bytes=_MAX_BYTES), type=Claim)
-    except (CheckpointNotFoundError, msgspec.DecodeError):
+    except (CheckpointNotFoundError, UnsafeCheckpointError, msgspec.DecodeError):
         return None
 
 

@@ -70,7 +70,7 @@ def check_seconds(policy: object, field: str, value: object, *, may_be_zero: boo
     seconds = plain_number(value)
     if seconds is None or not math.isfinite(seconds) or seconds < 0 or (seconds == 0 and not may_be_zero):
         takes = "at least 0" if may_be_zero else "above 0"
-        raise wrong_argument(policy, field, value, f"a number of seconds {takes}")
+        raise wrong_argument(policy, field, value, f"a finite number of seconds {takes}")
     return seconds
 
 
@@ -103,8 +103,10 @@ def collect_steps(policy: object, given: Iterable[GivenSteps]) -> Collection[int
         return given[0]
     steps: set[int] = set()
     for item in given:
-        numbers = item if isinstance(item, Iterable) and not isinstance(item, str | bytes) else [item]
-        steps.update(check_integer(policy, "steps", number, minimum=0) for number in numbers)
+        # An array or tensor without dimensions has __iter__, which raises TypeError.
+        is_one = isinstance(item, str | bytes) or getattr(item, "ndim", None) == 0
+        found = item if isinstance(item, Iterable) and not is_one else [item]
+        steps.update(check_integer(policy, "steps", number, minimum=0) for number in found)
     if not steps:
         raise wrong_argument(policy, "steps", given, "one step or more")
     return frozenset(steps)

@@ -5,7 +5,9 @@ restore never ended several times is passed over. Knows no ranks.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -33,6 +35,8 @@ MAX_ATTEMPTS = 3
 _OF_MANAGER = ("framework", "process_group", "role")
 _ENDED = ".ended"
 """Suffix of the name of a note that a restore has ended; written if the note that it began cannot be deleted."""
+_NOTE = re.compile(rf"([0-9]{{8,}})-[0-9a-f]{{8}}\.json(?:{re.escape(_ENDED)})?")
+"""Name of a note, which begins with the step."""
 
 
 class RestoreChoice(msgspec.Struct, frozen=True):
@@ -133,13 +137,7 @@ def _refuse_occupied(store: Store) -> None:
 
 def count_attempts(store: Store) -> dict[int, int]:
     """Returns the number of restores that have not ended, by step."""
-    counts: dict[int, int] = {}
-    names = store.list(RESTORES_FOLDER)
-    for name in names:
-        number = name.partition("-")[0]
-        if number.isdecimal() and not name.endswith(_ENDED) and f"{name}{_ENDED}" not in names:
-            counts[int(number)] = counts.get(int(number), 0) + 1
-    return counts
+    return Counter(_open_notes(store).values())
 
 
 def begin_attempt(store: Store, step: int, *, time: float) -> None:
@@ -150,8 +148,8 @@ def begin_attempt(store: Store, step: int, *, time: float) -> None:
 
 def end_attempts(store: Store, step: int | None) -> None:
     """Forgets the restores of a step, or of all steps for None."""
-    for name in store.list(RESTORES_FOLDER):
-        if step is None or name.startswith(f"{step:08d}-"):
+    for name, number in _notes(store).items():
+        if step is None or number == step:
             store.delete(join_name(RESTORES_FOLDER, name))
 
 
@@ -171,11 +169,21 @@ def try_to_end_attempts(store: Store, step: int) -> None:
 
 
 def _note_ends(store: Store, step: int) -> None:
-    names = store.list(RESTORES_FOLDER)
-    for name in names:
-        is_open = not name.endswith(_ENDED) and f"{name}{_ENDED}" not in names
-        if is_open and name.startswith(f"{step:08d}-"):
+    for name, number in _open_notes(store).items():
+        if number == step:
             store.write(join_name(RESTORES_FOLDER, f"{name}{_ENDED}"), one_block(b"\n"), replace=False)
+
+
+def _open_notes(store: Store) -> dict[str, int]:
+    """Returns the names of the notes of restores that have not ended, each with its step."""
+    notes = _notes(store)
+    return {name: step for name, step in notes.items() if not name.endswith(_ENDED) and f"{name}{_ENDED}" not in notes}
+
+
+def _notes(store: Store) -> dict[str, int]:
+    """Returns the names of all notes, each with its step. Other objects may lie beside them."""
+    found = ((name, _NOTE.fullmatch(name)) for name in store.list(RESTORES_FOLDER))
+    return {name: int(match[1]) for name, match in found if match}
 
 
 def raise_unless_older_may_load(error: CheckpointError, step: int | Literal["latest"], *, may_walk_back: bool) -> None:

@@ -108,7 +108,7 @@ def _warn_of_damaged(step: int, error: CheckpointError) -> None:
 
 
 class DeletionPace:
-    """Limits the number of objects that are deleted per second, and lets them pause. For one deletion at a time."""
+    """Limits the number of objects deleted per second, and lets deletions pause. For one deletion at a time."""
 
     def __init__(self, before_request: Callable[[], object] = bool) -> None:
         """`before_request` is called before each request of a deletion, and may wait."""

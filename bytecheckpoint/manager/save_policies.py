@@ -13,6 +13,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Protocol
@@ -123,7 +124,7 @@ class AllDue(_JoinableSavePolicy):
 
     @property
     def is_step_only(self) -> bool:
-        """True if it is true of all joined policies, and none is a deadline, which needs the time if joined by `&`."""
+        """True if `is_step_only` is true of all joined policies, and none is a Deadline, which needs the time here."""
         has_deadline = any(isinstance(part, Deadline) for part in parts_of(self))
         return not has_deadline and all(is_step_only(policy) for policy in self.policies)
 
@@ -265,8 +266,9 @@ class Continuous(_JoinableSavePolicy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Overhead(_JoinableSavePolicy):
-    """Due as often as training waits for saves at most this share of the time: 0.01 for a hundredth. The stall of the
-    last save stands for that of the next one. The first save is due at once, and none while one is in flight.
+    """Due as often as it can be if training is to wait for saves at most this share of the time: 0.01 for a hundredth.
+    The stall of the last save stands for that of the next one. The first save is due at once, and none while one is in
+    flight.
     """
 
     fraction: float
@@ -284,9 +286,9 @@ class Overhead(_JoinableSavePolicy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CostBudget(_JoinableSavePolicy):
-    """Due as often as training waits for saves at most the share `budget` of the time; and with `mtbf_s`, the mean time
-    between failures in seconds, no more often than by Young's formula, which makes the sum of waiting and lost work
-    least. The first save is due at once, and none while one is in flight.
+    """Due as often as it can be if training is to wait for saves at most the share `budget` of the time; and with
+    `mtbf_s`, the mean time between failures in seconds, no more often than by Young's formula, which makes the sum of
+    waiting and lost work least. The first save is due at once, and none while one is in flight.
     """
 
     budget: float = 0.01
@@ -362,11 +364,11 @@ class Deadline(_JoinableSavePolicy):
         if text is None:
             logger.warning("%r is no deadline here: the environment variable %s is not set", self, name)
             return math.inf
-        try:
-            return float(text)
-        except ValueError as error:
-            takes = f"the name of an environment variable that holds seconds since 1970; {name} holds {text!r}"
-            raise wrong_argument(self, "at", name, takes) from error
+        with suppress(ValueError):
+            if (seconds := plain_number(float(text))) is not None:
+                return seconds
+        takes = f"the name of an environment variable that holds seconds since 1970; {name} holds {text!r}"
+        raise wrong_argument(self, "at", name, takes)
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
         """Returns True if training stops, or has to by `now.host_time`."""

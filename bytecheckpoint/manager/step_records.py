@@ -22,6 +22,7 @@ from bytecheckpoint.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     StorageError,
+    UnsafeCheckpointError,
 )
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.manager.step_info import StepInfo
@@ -38,8 +39,9 @@ PINS_AHEAD_FOLDER = "manager/pins_ahead"
 """Notes of pins that were written for commits to come."""
 
 _VERSION = 1
-_MAX_BYTES = 1 << 20
-_NO_LATER = 250_000_000_000.0
+_MAX_BYTES = 1 << 25
+"""Limit of an object. A record has the metrics of a manifest again, which take up to six times the bytes as JSON."""
+MAX_TIME = 250_000_000_000.0
 """The year 9892: later times have no date in Python."""
 _IN_FLIGHT = 16
 _ATTEMPTS = 10
@@ -160,7 +162,8 @@ def unpin(store: Store, folder: str) -> None:
 
 
 def lease(store: Store, folder: str, *, until: float) -> str:
-    """Protects a committed checkpoint until a time; returns the name of the lease inside the store, for `unlease`.
+    """Protects a committed checkpoint until a time. Returns the name of the lease inside the store: deleting that
+    object ends the lease.
 
     Raises CheckpointNotFoundError (not_committed).
     """
@@ -171,15 +174,10 @@ def lease(store: Store, folder: str, *, until: float) -> str:
     return name
 
 
-def unlease(store: Store, name: str) -> None:
-    """Ends a lease before its time."""
-    store.delete(name)
-
-
 def leased_until(store: Store, folder: str) -> float:
     """Returns the end of the longest lease of a checkpoint, past or not; 0.0 without one."""
     ends = (name.partition("-")[0] for name in store.list(join_name(folder, LEASES_FOLDER)))
-    return max((min(float(end), _NO_LATER) for end in ends if end.isdecimal()), default=0.0)
+    return max((min(float(end), MAX_TIME) for end in ends if end.isdecimal()), default=0.0)
 
 
 def is_pinned(store: Store, folder: str) -> bool:
@@ -188,18 +186,15 @@ def is_pinned(store: Store, folder: str) -> bool:
 
 
 def read_abandoned(store: Store) -> dict[int, str]:
-    """Returns by step the save ids of the steps that training left behind when it went back to an earlier one."""
+    """Returns by step the save ids of the steps that training left behind when it went back to an earlier one. Raises
+    UnsafeCheckpointError if their record is too long (limits_exceeded), or a link out of the root (path_escape).
+    """
     branch = _read(store, BRANCH_NAME, Branch)
     return {int(step): save_id for step, save_id in branch.abandoned.items() if step.isdecimal()} if branch else {}
 
 
-def read_steps(store: Store) -> list[StepInfo]:
-    """Returns the committed steps of a root, oldest first: abandoned ones, then the others, both ascending."""
-    return [step.info for step in list_steps(store)]
-
-
 def find_step(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> StepInfo | None:
-    """Returns the first of the steps, in the order of `read_steps`, for which `choose` returns True; None if there is
+    """Returns the first of the steps, in the order of `list_steps`, for which `choose` returns True; None if there is
     none. If the checkpoint of that step was replaced after its record was written, calls `choose` again with steps
     that are read from all manifests.
     """
@@ -256,8 +251,8 @@ def list_steps(
     reads_manifests: bool = False,
     on_damaged: Callable[[int, CheckpointError], object] = _warn_of_damaged,
 ) -> list[StoredStep]:
-    """Returns the committed steps in the order of `read_steps`, with leases. A step whose manifest was deleted
-    meanwhile, or is damaged, is left out; `on_damaged` is called for a damaged one, on any thread.
+    """Returns the committed steps of a root, abandoned ones before all others, both ascending. A step whose manifest
+    was deleted meanwhile, or is damaged, is left out; `on_damaged` is called for a damaged one, on any thread.
 
     Without `reads_manifests`, the record of a step is read in place of its manifest: damage is not seen then, nor that
     a program without a manager has replaced the checkpoint.
@@ -282,7 +277,7 @@ def _read_step(reading: _Reading, step: int, abandoned_save_id: str) -> StoredSt
     try:
         if reading.reads_manifests or record is None or len({report.save_id for report in reports}) > 1:
             found = _record_of(describe_checkpoint(layout.read_manifest(store, folder), path=folder, seconds={}))
-            record = next((item for item in reports if item.save_id == found.save_id and item.num_bytes), None)
+            record = next((item for item in reports if item.save_id == found.save_id and _is_of_save(item)), None)
         else:
             found = record
     except CheckpointNotFoundError:
@@ -386,11 +381,15 @@ def _write(store: Store, name: str, content: object) -> None:
 
 
 def _read(store: Store, name: str, kind: type[T]) -> T | None:
-    """Returns a decoded object; None if there is none, and with a warning if it is damaged."""
+    """Returns a decoded object; None if there is none, and with a warning if it is damaged or too long. Raises
+    UnsafeCheckpointError for a Branch that is too long (limits_exceeded), and for a link out of the root (path_escape).
+    """
     try:
         return msgspec.json.decode(read_whole(store, name, max_bytes=_MAX_BYTES), type=kind)
     except CheckpointNotFoundError:
         return None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnsafeCheckpointError) as error:
+        if isinstance(error, UnsafeCheckpointError) and (kind is Branch or error.kind != "limits_exceeded"):
+            raise  # without what it says, other steps would be restored, and good ones deleted
         logger.warning("%s is damaged (%s) and counts as absent", join_name(str(store), name), error)
         return None

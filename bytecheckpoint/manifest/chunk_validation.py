@@ -98,7 +98,7 @@ def check_chunks(columns: Columns, bounds: FileBounds, fqns: Sequence[str]) -> S
 
 def _numels_by_chunk(columns: Columns, fqns: Sequence[str]) -> Int64s:
     """Returns the number of elements of each chunk. In large grids, which thousands of ranks write, it follows from the
-    part alone; other chunks are looked at one by one.
+    lengths of tensor and part; other chunks are looked at one by one.
     """
     is_large = columns.is_grid & (columns.num_chunks >= _LARGE_GRID)
     chunk_is_large = np.repeat(is_large, columns.num_chunks)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from bytecheckpoint.manifest.records import DataFile, TensorRecord, columns_of
 from bytecheckpoint.manifest.table import TensorTable
 from bytecheckpoint.manifest.validation import (
-    MAX_BYTES,
     bad_manifest,
     check_files,
     check_link,
@@ -114,8 +113,8 @@ def check_outline(outline: ManifestOutline) -> None:
         check_save_id(outline.save_id)
     elif not outline.foreign_format:
         raise bad_manifest("its save id is empty")
-    if outline.step is not None and not 0 <= outline.step < MAX_BYTES:
-        raise bad_manifest(f"its step is {outline.step}, not a number from 0 on")
+    if outline.step is not None and not 0 <= outline.step < 1 << 63:
+        raise bad_manifest(f"its step is {outline.step}, not a number from 0 to 2^63 - 1")
     refuse_deep_nesting(outline.metadata, "metadata")
     refuse_deep_nesting(outline.provenance, "provenance")
 

@@ -41,7 +41,7 @@ MAX_BYTES = 1 << 62
 
 _MANY_EXTENTS = 64
 """Extents of one file from which on an array of them is looked at as one."""
-_FOLDER = re.compile(r"\A(?:/(?!.*(?:\A|/)\.\.(?:/|\Z))|[a-z][a-z0-9+.-]*://).{0,4096}\Z", re.DOTALL)
+_FOLDER = re.compile(r"\A(?:/(?!(?:.*/)?\.\.(?:/|\Z))|[a-z][a-z0-9+.-]*://).{0,4096}\Z", re.DOTALL)
 """An absolute path or a URL."""
 _CONTAINERS = (dict, list, tuple)
 """The types of containers that msgpack decodes to and encodes."""
@@ -85,13 +85,19 @@ def refuse_deep_nesting(value: object, what: str) -> None:
 def check_save_id(save_id: str) -> None:
     """Raises UnsafeCheckpointError (path_escape) if a save id cannot be a part of a file name."""
     if "/" in save_id or UNSAFE_NAME.search(save_id):
-        raise _path_escape("save id", save_id)
+        raise _path_escape(
+            f"the save id {shown(save_id)}: as a part of file names, it has no '/', ':', backslash or NUL, and is not "
+            "empty, '.' or '..'"
+        )
 
 
 def check_link(folder: str) -> None:
     """Raises UnsafeCheckpointError (path_escape) unless a link is a URL, or an absolute path without `..`."""
     if "\0" in folder or not _FOLDER.match(folder):
-        raise _path_escape("link to another folder", folder)
+        raise _path_escape(
+            f"a link to another folder, {shown(folder)}: a link leads to a URL, or to an absolute path without '..' or "
+            "NUL, of at most 4096 characters"
+        )
 
 
 def check_files(files: Sequence[DataFile]) -> None:
@@ -108,7 +114,10 @@ def check_files(files: Sequence[DataFile]) -> None:
 
 def _check_file(file: DataFile) -> None:
     if UNSAFE_NAME.search(file.name):
-        raise _path_escape("data file", file.name)
+        raise _path_escape(
+            f"a data file {shown(file.name)}: names must be relative, with forward slashes, without empty parts, '.', "
+            "'..', ':', backslash or NUL, so that they stay inside the checkpoint's folder"
+        )
     if not 0 <= file.byte_length <= MAX_BYTES:
         raise bad_manifest(f"file {shown(file.name)} is said to have {file.byte_length} bytes")
     lengths = file.extent_lengths
@@ -130,12 +139,9 @@ def _check_file(file: DataFile) -> None:
             raise bad_manifest(f"file {shown(file.name)} has {what}")
 
 
-def _path_escape(what: str, name: str) -> UnsafeCheckpointError:
+def _path_escape(what: str) -> UnsafeCheckpointError:
     return UnsafeCheckpointError(
-        f"the manifest has a {what} {shown(name)}: names must be relative, with forward slashes, without empty parts, "
-        "'.', '..', ':', backslash or NUL, so that they stay inside the checkpoint's folder; no file was opened: "
-        "do not trust this checkpoint",
-        kind="path_escape",
+        f"the manifest has {what}; no file was opened: do not trust this checkpoint", kind="path_escape"
     )
 
 

@@ -143,7 +143,7 @@ def test_a_snapshot_of_the_hugging_face_cache(call, tmp_path) -> None:
     assert not (snapshot / "manifest.bcp").exists()
 
 
-@pytest.mark.parametrize("place", ["run", "../run", "/a/../etc", "/a\0b", "\\\\host\\share", "C:/x"])
+@pytest.mark.parametrize("place", ["run", "../run", "/../etc", "/a/../etc", "/a\0b", "\\\\host\\share", "C:/x"])
 def test_a_manifest_that_leads_nowhere_sensible_is_refused_before_any_look(tmp_path, place) -> None:
     write_own(tmp_path / "run")
     path = tmp_path / "run" / "manifest.bcp"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults.seams import Seam, after, before, files_under
+from manager.steps import read_steps
 from manager.test_retention import Ending, Killed
 from storage.s3_service import Refuse, always
 
@@ -32,7 +33,7 @@ def state_of(value: float, *, rows: int = 1000) -> dict[str, object]:
 def saved(root: Path, value: float = 1.0, *, rows: int = 1000, step: int = 7) -> Store:
     bcp.save(root, state_of(value, rows=rows), step=step)
     store = opened(root)
-    (info,) = (info for info in step_records.read_steps(store) if info.step == step)
+    (info,) = (info for info in read_steps(store) if info.step == step)
     step_records.write_record(store, layout.step_folder(step), info)
     return store
 
@@ -77,7 +78,7 @@ def test_a_copy_is_the_same_byte_for_byte_and_loads_from_either(tmp_path: Path, 
             assert name.partition("/")[0] not in there.list(FOLDER)
         else:
             assert layout.read_whole(there, f"{FOLDER}/{name}", max_bytes=1 << 30) == own
-    assert step_records.read_steps(there)[0].metrics == {"loss": 0.5}
+    assert read_steps(there)[0].metrics == {"loss": 0.5}
 
 
 def test_a_copy_that_is_there_is_not_written_again_and_gets_the_metrics_that_came_since(tmp_path: Path, target) -> None:
@@ -87,7 +88,7 @@ def test_a_copy_that_is_there_is_not_written_again_and_gets_the_metrics_that_cam
         assert not copy_step(source, FOLDER, there, FOLDER)
     step_records.report(source, FOLDER, {"loss": 0.25}, time=9e9)
     assert not copy_step(source, FOLDER, there, FOLDER)
-    assert step_records.read_steps(there)[0].metrics == {"loss": 0.25}
+    assert read_steps(there)[0].metrics == {"loss": 0.25}
 
 
 @pytest.mark.parametrize("does_it", [False, True])

@@ -16,7 +16,7 @@ from stream_loaders import StreamLoader, state_of
 from torch.utils.data import DataLoader
 
 import bytecheckpoint as bcp
-from bytecheckpoint import save_policies
+from bytecheckpoint import keep_policies, save_policies
 from bytecheckpoint.data import Streams
 from bytecheckpoint.errors import (
     CheckpointError,
@@ -26,7 +26,7 @@ from bytecheckpoint.errors import (
     StorageError,
 )
 from bytecheckpoint.manager.data import log_writer
-from bytecheckpoint.manager.data.log_objects import branches
+from bytecheckpoint.manager.data.log_objects import branches, earlier_objects
 from bytecheckpoint.storage.open_store import open_store
 from distributed.workers import WorkerPool
 
@@ -398,8 +398,24 @@ def test_a_restore_after_a_log_on_one_rank_waits_for_no_other_and_all_log_on_one
 
 
 def test_folders_of_the_log_are_found_newest_first(tmp_path: Path) -> None:
-    for name in ("00000001-0002", "00000010-0000", "00000002-0001", "other"):
+    for name in ("00000001-0002", "00000010-0000", "00000002-0001", "00000011-0000.copy", "other"):
         (tmp_path / "manager" / "data_log" / name).mkdir(parents=True)
         (tmp_path / "manager" / "data_log" / name / "x").touch()
     store = open_store(str(tmp_path), storage_options=None, writer_threads=1)
     assert [name.rpartition("/")[2] for name in branches(store)] == ["00000010-0000", "00000002-0001", "00000001-0002"]
+
+
+def test_files_of_others_in_the_log_of_an_earlier_manager_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "manager" / "data_log" / "00000001-0000"
+    (folder / "of the user").mkdir(parents=True)
+    (folder / "00000005-00000-of-00001").touch()
+    (folder / "notes.txt").touch()
+    store = open_store(str(tmp_path), storage_options=None, writer_threads=1)
+    assert earlier_objects(store, 2) == ["manager/data_log/00000001-0000/00000005-00000-of-00001"]
+    with bcp.CheckpointManager(tmp_path, save=save_policies.EverySteps(1)) as first:
+        first.save(1, {"weight": torch.ones(2)})
+    with bcp.CheckpointManager(tmp_path, save=save_policies.EverySteps(1), keep=keep_policies.Latest(1)) as second:
+        second.save(2, {"weight": torch.ones(2)})
+        second.wait()
+        assert second.steps() == [2]
+    assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", "of the user"]

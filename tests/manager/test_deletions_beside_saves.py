@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from faults.seams import files_under
+from manager.steps import read_steps
 from manager.test_retention import Ending, Killed, fill
 from storage.s3_service import S3Service
 
@@ -23,7 +24,6 @@ from bytecheckpoint.manager import retention
 from bytecheckpoint.manager.after_commit import save_pauses
 from bytecheckpoint.manager.after_commit.save_pauses import OngoingSaves
 from bytecheckpoint.manager.retention import DeletionPace, delete_steps, finish_deletions
-from bytecheckpoint.manager.step_records import read_steps
 from bytecheckpoint.saving import commit
 from bytecheckpoint.storage.layout import step_folder
 
@@ -210,6 +210,16 @@ def test_a_step_whose_lease_has_ended_goes_at_the_next_wait(tmp_path: Path) -> N
         manager._owned.clock._offset_s += 200
         manager.wait()
         assert manager.steps() == [2]
+
+
+def test_a_lease_beyond_all_dates_keeps_its_step_and_no_other(tmp_path: Path) -> None:
+    with manager_at(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state_at(step))
+        manager.lease(1, 1e13)
+        manager.save(3, state_at(3))
+        manager.wait()
+        assert manager.steps() == [1, 3]
 
 
 def test_a_step_that_another_program_leased_goes_when_that_lease_has_ended(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 import bytecheckpoint as bcp
 from bytecheckpoint import api, keep_policies, save_policies
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, StorageError
+from bytecheckpoint.manager.agreement.memory_steps import with_memory
 from distributed.workers import WorkerPool
 
 EVERY = save_policies.EverySteps(1)
@@ -57,9 +58,10 @@ def threads_of_managers() -> list[threading.Thread]:
         ({"memory_every": 0}, ValueError),
         ({"memory_every": 5}, ValueError),
         ({"memory_every": "often"}, TypeError),
+        ({"memory": bcp.Memory(), "memory_every": save_policies.EverySteps}, TypeError),
         ({"options": bcp.ManagerOptions(cool_down="nosuch://bucket/run")}, StorageError),
     ],
-    ids=["no step", "without memory", "no policy", "second root"],
+    ids=["no step", "without memory", "no policy", "class of a policy", "second root"],
 )
 def test_what_is_refused_claims_nothing_and_starts_nothing(
     tmp_path: Path, arguments: dict[str, Any], error: type[Exception]
@@ -201,6 +203,8 @@ def test_numbers_of_numpy_count_as_numbers(tmp_path: Path, number: Any) -> None:
     deadline = save_policies.Deadline(number, number)
     assert (deadline.at_s, type(deadline.at_s), deadline.margin_s) == (120.0, float, 120)
     assert bcp.ManagerOptions(max_failed_saves=np.int64(2)).max_failed_saves == 2
+    every_second: Any = np.int64(2)
+    assert with_memory(bcp.ManagerOptions(), bcp.Memory(), every_second)[1] == save_policies.EverySteps(2)
     with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
         manager.save(np.int32(1), state_at(1))
         manager.lease(1, number)

@@ -22,6 +22,7 @@ from bytecheckpoint.errors import CheckpointError, CheckpointSaveError, StorageE
 from bytecheckpoint.manager.after_commit import background
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.agreement import decisions
+from bytecheckpoint.manager.restore import begin_attempt, count_attempts
 from bytecheckpoint.saving import commit
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.backends.local_store import LocalStore
@@ -430,6 +431,21 @@ def test_training_does_not_begin_anew_where_a_checkpoint_stands_at_the_root(tmp_
     ):
         manager.restore({"w": torch.zeros(4)})
     assert refused.value.kind == "conflict"
+
+
+def test_what_others_put_beside_the_notes_of_restores_stays_and_stops_no_deletion(tmp_path: Path) -> None:
+    folder = tmp_path / "manager" / "restores"
+    (folder / "of the user").mkdir(parents=True)
+    (folder / "00000001-notes.txt").touch()
+    with bcp.CheckpointManager(tmp_path, save=EVERY, keep=NEWEST) as manager:
+        manager.save(1, state_at(1))
+        assert manager.restore(state_at(0)) is not None
+        begin_attempt(manager._store, 1, time=0.0)
+        assert count_attempts(manager._store) == {1: 1}
+    with bcp.CheckpointManager(tmp_path, save=EVERY, keep=NEWEST) as manager:
+        manager.save(3, state_at(3))
+    assert bcp.steps(tmp_path) == [3]
+    assert sorted(path.name for path in folder.iterdir()) == ["00000001-notes.txt", "of the user"]
 
 
 def test_what_a_manager_committed_last_stays_beside_higher_steps(tmp_path: Path) -> None:

@@ -66,9 +66,10 @@ def test_only_what_earlier_generations_left_uncommitted_is_cleared(tmp_path: Pat
         older.check(outcome="")
 
 
-def test_a_damaged_claim_still_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["{", " " * (1 << 17)], ids=["damaged", "too long"])
+def test_a_damaged_claim_still_counts(tmp_path: Path, content: str) -> None:
     older = claim(store_at(tmp_path), time=1.0)
-    (tmp_path / "manager" / "generations" / "00000002.json").write_text("{")
+    (tmp_path / "manager" / "generations" / "00000002.json").write_text(content)
     with pytest.raises(CheckpointSaveError, match="an unknown process"):
         older.check(outcome="")
     assert claim(store_at(tmp_path), time=1.0).number == 3

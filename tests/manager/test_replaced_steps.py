@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from manager.steps import read_steps, step_info
 
 import bytecheckpoint as bcp
 from bytecheckpoint import keep_policies, save_policies
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.after_commit import background
+from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, StepChange
 from bytecheckpoint.manager.ownership import Generation
+from bytecheckpoint.manager.step_records import StoredStep
 from bytecheckpoint.saving import commit
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.layout import step_folder
@@ -55,7 +58,7 @@ def replace_by_hand(path: Path, step: int, *, loss: float) -> None:
 
 def losses_of(path: Path) -> list[float]:
     store = open_store(str(path), storage_options=None, writer_threads=1)
-    return [info.metrics["loss"] for info in step_records.read_steps(store)]
+    return [info.metrics["loss"] for info in read_steps(store)]
 
 
 def best_of(path: Path) -> tuple[int | None, dict[str, float]]:
@@ -342,3 +345,12 @@ def test_metrics_that_are_reported_while_a_replaced_copy_waits_do_not_hide_it(tm
         manager._owned.background.saves.end()
     assert value_of(there, 2) == 20
     assert losses_of(there) == [0.25]
+
+
+def test_marks_of_a_step_before_it_was_replaced_are_not_those_of_the_new_one(tmp_path: Path) -> None:
+    bcp.save(tmp_path, state_at(3), step=3)
+    steps = KnownSteps(open_store(tmp_path, storage_options=None, writer_threads=1))
+    steps.change(StepChange(3, metrics={"loss": 1.0}, leased_until=9e9))
+    new = step_info(3, metrics={"loss": 2.0}, save_id="of the new one")
+    steps.add(new)
+    assert steps.all() == [StoredStep(new, False, 0.0, False)]

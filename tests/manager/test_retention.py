@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults.seams import files_under
-from manager.steps import step_info
+from manager.steps import read_steps, step_info
 from storage.s3_service import S3Service
 
 import bytecheckpoint as bcp
@@ -16,7 +16,7 @@ from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.manager import retention, step_records
 from bytecheckpoint.manager.keep_policies import Best, EverySteps, Latest
 from bytecheckpoint.manager.retention import StepDecision, decide, delete_steps, finish_deletions
-from bytecheckpoint.manager.step_records import list_steps, read_steps
+from bytecheckpoint.manager.step_records import list_steps
 from bytecheckpoint.storage.layout import step_folder
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.store import Store

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
+import torch
 from manager.steps import now_at, step_info
 
 from bytecheckpoint.manager.save_policies import (
@@ -52,7 +53,16 @@ def test_an_offset_may_be_larger_than_the_interval() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [AtSteps([3, 7]), AtSteps(3, 7), AtSteps({7, 3}), AtSteps(np.array([3, 7])), AtSteps([3], 7)]
+    "policy",
+    [
+        AtSteps([3, 7]),
+        AtSteps(3, 7),
+        AtSteps({7, 3}),
+        AtSteps(np.array([3, 7])),
+        AtSteps([3], 7),
+        AtSteps(np.array(3), np.int64(7)),
+        AtSteps(torch.tensor(3), torch.tensor([7])),
+    ],
 )
 def test_steps_are_given_as_numbers_or_lists(policy: AtSteps) -> None:
     assert due_steps(policy) == [3, 7]
@@ -173,9 +183,10 @@ def test_without_the_variable_there_is_no_deadline(
     ]
 
 
-def test_a_variable_without_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_END", "tomorrow")
-    with pytest.raises(ValueError, match="MY_END holds 'tomorrow'"):
+@pytest.mark.parametrize("text", ["tomorrow", "", "nan"])
+def test_a_variable_without_a_number_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("MY_END", text)
+    with pytest.raises(ValueError, match=f"MY_END holds '{text}'"):
         Deadline("MY_END")
 
 
@@ -252,19 +263,20 @@ def test_policies_are_values() -> None:
         (lambda: EverySteps(2.5), "EverySteps: n must be an integer of at least 1, not 2.5"),
         (lambda: EverySteps(True), "EverySteps: n must be an integer of at least 1, not True"),
         (lambda: EverySteps(5, -1), "EverySteps: offset must be an integer of at least 0, not -1"),
-        (lambda: EverySeconds(0), "EverySeconds: s must be a number of seconds above 0, not 0"),
-        (lambda: EverySeconds("9"), "EverySeconds: s must be a number of seconds above 0, not '9'"),
-        (lambda: EverySeconds(math.nan), "EverySeconds: s must be a number of seconds above 0, not nan"),
+        (lambda: EverySeconds(0), "EverySeconds: s must be a finite number of seconds above 0, not 0"),
+        (lambda: EverySeconds("9"), "EverySeconds: s must be a finite number of seconds above 0, not '9'"),
+        (lambda: EverySeconds(math.nan), "EverySeconds: s must be a finite number of seconds above 0, not nan"),
         (AtSteps, r"AtSteps: steps must be one step or more, not \(\)"),
         (lambda: AtSteps([]), r"AtSteps: steps must be one step or more, not \(\[\],\)"),
+        (lambda: AtSteps(np.array(1.5)), r"AtSteps: steps must be an integer of at least 0, not array\(1\.5\)"),
         (lambda: AtSteps("12"), "AtSteps: steps must be an integer of at least 0, not '12'"),
         (lambda: AtSteps(range(-5, 5)), "AtSteps: steps must be an integer of at least 0, not -5"),
         (lambda: Last(0), "Last: num_steps must be an integer of at least 1, not 0"),
-        (lambda: Continuous(-1), "Continuous: minimum_s must be a number of seconds at least 0, not -1"),
+        (lambda: Continuous(-1), "Continuous: minimum_s must be a finite number of seconds at least 0, not -1"),
         (lambda: Overhead(1), "Overhead: fraction must be a number above 0 and below 1, not 1"),
         (lambda: Overhead(math.nan), "Overhead: fraction must be a number above 0 and below 1, not nan"),
         (lambda: Deadline(None), "Deadline: at must be seconds since 1970, .* not None"),
-        (lambda: Deadline(5.0, -1), "Deadline: margin_s must be a number of seconds at least 0, not -1"),
+        (lambda: Deadline(5.0, -1), "Deadline: margin_s must be a finite number of seconds at least 0, not -1"),
         (lambda: When(5), r"When: fn must be a function, called as fn\(now, saved\), not 5"),
     ],
 )

@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from manager.steps import read_steps
 
 import bytecheckpoint as bcp
 from bytecheckpoint.manager import step_records
@@ -246,7 +247,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def check_nothing_else_is_left(self, restored: int) -> None:
         store = self.reader()
-        infos = step_records.read_steps(store)
+        infos = read_steps(store)
         kept = KEEP.keeps(infos, 0.0)
         for info, is_kept in zip(infos, kept, strict=True):
             state = {"w": torch.zeros(40)}

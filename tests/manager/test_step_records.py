@@ -2,17 +2,20 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 import torch
 from faults.seams import files_under
-from manager.steps import step_info
+from manager.steps import read_steps, step_info
 
 import bytecheckpoint as bcp
+from bytecheckpoint.errors import UnsafeCheckpointError
 from bytecheckpoint.manager import abandoned_steps, step_records
-from bytecheckpoint.manager.step_records import list_steps, read_steps
+from bytecheckpoint.manager.step_records import list_steps
 from bytecheckpoint.storage import deletion
 from bytecheckpoint.storage.layout import committed_save_id, step_folder
 from bytecheckpoint.storage.open_store import open_store
@@ -89,7 +92,7 @@ def test_the_longest_lease_counts(store: Store) -> None:
     step_records.lease(store, folder(2), until=500.5)
     name = step_records.lease(store, folder(2), until=900.0)
     assert [step.leased_until for step in list_steps(store)] == [0.0, 900.0]
-    step_records.unlease(store, name)
+    store.delete(name)
     assert list_steps(store)[1].leased_until == 501.0
 
 
@@ -111,6 +114,57 @@ def test_a_damaged_record_is_named_and_counts_as_absent(
     with caplog.at_level(logging.WARNING, "bytecheckpoint"):
         assert read_steps(store)[0].metrics == {"loss": 1.0}
     assert [str(path) in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_thousands_of_metrics_of_a_save_are_read_again(tmp_path: Path) -> None:
+    metrics = {
+        f"gradient_norm/layers.{layer}.self_attention.query_key_value.weight": layer / 7 for layer in range(20_000)
+    }
+    with bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(1)) as manager:
+        manager.save(1, {"w": torch.ones(5)}, metrics=metrics)
+        manager.report(1, metrics)
+    with bcp.CheckpointManager(tmp_path) as manager:
+        assert read_steps(manager._store)[0].metrics == metrics
+
+
+def test_a_record_that_is_too_long_is_named_and_counts_as_absent(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_records.report(store, folder(1), {"loss": 3.0}, time=9e9)
+    monkeypatch.setattr(step_records, "_MAX_BYTES", 10)
+    with caplog.at_level(logging.WARNING, "bytecheckpoint"):
+        assert read_steps(store)[0].metrics == {"loss": 1.0}
+    assert ["it may have 10" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_record_behind_a_link_out_of_the_root_is_refused_and_not_absent(store: Store, tmp_path: Path) -> None:
+    step_records.report(store, folder(1), {"loss": 0.125}, time=9e9)
+    (record,) = (tmp_path / folder(1) / "metrics").iterdir()
+    with TemporaryDirectory() as elsewhere:
+        shutil.move(record, elsewhere)
+        record.symlink_to(f"{elsewhere}/{record.name}")
+        with pytest.raises(UnsafeCheckpointError, match="a link leads from"):
+            list_steps(store)
+
+
+def test_abandoned_steps_whose_record_is_too_long_do_not_count_as_good(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandoned_steps.write_abandoned(store, {2: committed_save_id(store, folder(2))})
+    assert list(abandoned_steps.newest_steps(store)) == [1]
+    monkeypatch.setattr(step_records, "_MAX_BYTES", 10)
+    for read in (step_records.read_abandoned, list_steps, lambda it: list(abandoned_steps.newest_steps(it))):
+        with pytest.raises(UnsafeCheckpointError, match="it may have 10"):
+            read(store)
+
+
+def test_the_record_of_a_save_without_tensors_is_found_beside_its_manifest(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(1)) as manager:
+        manager.save(1, {"step": 1})
+    found = step_records.read_step(manager._store, 1, reads_manifest=True)
+    assert found == step_records.read_step(manager._store, 1)
+    assert found is not None
+    assert (found.has_record, found.info.num_bytes, set(found.info.seconds)) == (True, 0, {"stall", "total"})
 
 
 def test_files_of_others_are_no_records(store: Store, tmp_path: Path) -> None:

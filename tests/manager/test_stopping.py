@@ -40,6 +40,21 @@ def test_a_signal_sets_a_flag_and_the_old_handler_comes_back() -> None:
     assert signal.getsignal(signal.SIGUSR2) == old
 
 
+def test_a_signal_that_is_named_twice_is_handled_once() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGIO, lambda number, _: seen.append(number))
+    try:
+        requests = requests_of("SIGIO", "SIGPOLL", "SIGIO")  # two names of one signal
+        assert requests._handle not in requests._old_handlers.values()  # it would call itself without end
+        os.kill(os.getpid(), signal.SIGIO)
+        assert (requests.reason, seen) == ("SIGIO", [])
+        requests.close()
+        os.kill(os.getpid(), signal.SIGIO)
+        assert seen == [signal.SIGIO]
+    finally:
+        signal.signal(signal.SIGIO, before)
+
+
 def test_a_handler_that_came_later_is_left_in_its_place() -> None:
     old = signal.getsignal(signal.SIGUSR2)
     requests = requests_of("SIGUSR2")
@@ -102,6 +117,12 @@ def test_a_requested_stop_keeps_its_first_reason() -> None:
     requests.request("first", deadline_s=None)
     requests.request("second", deadline_s=None)
     assert requests.reason == "first"
+
+
+def test_a_stop_that_is_requested_without_a_reason_is_a_stop() -> None:
+    requests = requests_of()
+    requests.request("", deadline_s=None)
+    assert requests.reason == "requested"
 
 
 def test_a_stop_that_was_requested_with_a_deadline_keeps_the_reason_of_that_request() -> None:

@@ -465,7 +465,26 @@ def test_a_file_name_that_leaves_the_folder_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("save_id", ["..", "a/b", "a\\b", "\0"])
 def test_a_save_id_that_would_leave_the_folder_is_refused(save_id: str) -> None:
-    assert kind_of(with_body(save_id=save_id)) == "path_escape"
+    with pytest.raises(UnsafeCheckpointError, match="as a part of file names") as caught:
+        decode_manifest(with_body(save_id=save_id))
+    assert caught.value.kind == "path_escape"
+
+
+@pytest.mark.parametrize("folder", ["../x", "/..", "/../x", "/a/../b", "/a/..", "/a\0", "S3://x", "/" + 5000 * "x"])
+def test_a_link_to_anything_but_a_url_or_an_absolute_path_is_refused(folder: str) -> None:
+    with pytest.raises(UnsafeCheckpointError, match="a link leads to a URL, or to an absolute path") as caught:
+        decode_manifest(with_body(linked_to=folder))
+    assert caught.value.kind == "path_escape"
+
+
+@pytest.mark.parametrize("folder", ["/", "/a/..b/c..", "/data/run 7", "s3://bucket/run"])
+def test_other_links_are_accepted(folder: str) -> None:
+    assert decode_manifest(with_body(linked_to=folder)).linked_to == folder
+
+
+def test_the_last_step_of_a_root_is_accepted_and_the_one_after_it_is_not() -> None:
+    assert decode_manifest(with_body(step=(1 << 63) - 1)).step == (1 << 63) - 1
+    assert kind_of(with_body(step=1 << 63)) == "bad_manifest"
 
 
 @pytest.mark.parametrize("name", ["x", "..x/y..", "data/ü \n", "a/b/c.safetensors"])

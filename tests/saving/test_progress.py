@@ -165,6 +165,13 @@ def test_a_bar_shows_any_name_and_may_be_drawn_while_it_draws(monkeypatch) -> No
     assert "writing of[run]" in out.getvalue()
 
 
+def test_a_process_without_standard_error_draws_no_bar(monkeypatch) -> None:
+    bars = progress_bar._Bars()
+    monkeypatch.setattr(sys, "stderr", None)
+    bars.show(bcp.Progress(path="r/c", rank=0, phase="write"))
+    assert bars._display is None
+
+
 def test_a_bar_leaves_output_that_goes_to_a_file_where_it_is(monkeypatch, capsys) -> None:
     bars = progress_bar._Bars()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)

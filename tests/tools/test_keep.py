@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoint_files import flip
 from faults.seams import Seam, before, files_under, raising
+from manager.steps import read_steps
 
 import bytecheckpoint as bcp
 from bytecheckpoint.manager import abandoned_steps, retention, step_records
@@ -159,7 +160,7 @@ def test_a_damaged_step_is_named_and_left_alone(call, run) -> None:
 
 def test_a_damaged_newest_step_does_not_count_as_the_newest(call, run) -> None:
     store = store_at(run)
-    step_records.write_record(store, folder(2500), step_records.read_steps(store)[-1])
+    step_records.write_record(store, folder(2500), read_steps(store)[-1])
     flip(run / folder(2500) / "manifest.bcp", 50)
     ended = call("keep", run, "--best", "val_loss", "--delete", "--json")
     assert ended.json["unreadable"] == [str(run / folder(2500))]
@@ -168,7 +169,7 @@ def test_a_damaged_newest_step_does_not_count_as_the_newest(call, run) -> None:
 
 def test_a_step_that_another_program_has_replaced_counts_as_it_is_now(call, run) -> None:
     store = store_at(run)
-    step_records.write_record(store, folder(1500), step_records.read_steps(store)[2])
+    step_records.write_record(store, folder(1500), read_steps(store)[2])
     options = bcp.SaveOptions(overwrite=True)
     bcp.save(run, {"x": 1}, step=1500, metadata={"metrics": {"val_loss": 7.0}}, options=options)
     assert kept_steps(call("keep", run, "--best", "val_loss", "--json")) == [2500]
@@ -202,7 +203,7 @@ def test_a_deletion_that_was_interrupted_is_finished(call, run) -> None:
 def test_times_beyond_all_calendars_end_well(call, run) -> None:
     (run / folder(500) / "leases").mkdir()
     (run / folder(500) / "leases" / f"{'9' * 200}-00000000").write_text("")
-    info = step_records.read_steps(store_at(run))[1]
+    info = read_steps(store_at(run))[1]
     step_records.write_record(store_at(run), folder(1000), replace(info, time=1e300))
     ended = call("keep", run, "--latest", 1, "--json")
     assert ended.json["checkpoints"][0]["why"].startswith("leased until 9892-")

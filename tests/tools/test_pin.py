@@ -93,7 +93,7 @@ def test_rm_refuses_a_leased_one_until_the_lease_ends(call, run) -> None:
     ended = call("rm", run, "--step", 5)
     assert ended.code == 2
     assert "it is leased until " in ended.err
-    step_records.unlease(store_at(run), name)
+    store_at(run).delete(name)
     step_records.lease(store_at(run), "step_00000005", until=time.time() - 1000)
     assert call("rm", run, "--step", 5).code == 0
     assert bcp.steps(run) == [10, 15]

@@ -149,7 +149,7 @@ def test_chunks_that_do_not_tile_their_tensor(call, tmp_path) -> None:
     damage = call("verify", tmp_path / "c", "--json").json["damage"]
     item = next(item for item in damage if item["kind"] == "coverage")
     assert (item["file"], item["tensors"]) == (None, ["w"])
-    assert item["what"] == "two chunks hold w[0:2,0:2] of shape [4, 2]"
+    assert item["what"] == "two chunks hold w[0:2, 0:2] of shape [4, 2]"
 
 
 def test_a_header_that_disagrees_with_the_manifest(call, tmp_path) -> None:

@@ -71,6 +71,7 @@ class KnownSteps:
         """Notes that a step was committed, in place of any earlier checkpoint of it: without a lease, not abandoned."""
         with self._lock:
             self._steps[info.step] = StoredStep(info, False, 0.0, False)
+            self._early = [change for change in self._early if change.step != info.step]
             if self._abandoned is not None:
                 self._abandoned.discard(info.step)
 

@@ -16,7 +16,7 @@ _LOOK_S = 0.5
 
 
 class RetriedWork:
-    """The thread, which starts when there is something to do. Methods may be called from any thread."""
+    """The work and its thread, which starts when the work is first asked for. Methods may be called from any thread."""
 
     def __init__(self, name: str, do: Callable[[], object], *, what: str) -> None:
         """`do` does all the work there is. If it raises, it is called again after a pause; the first of several errors
@@ -55,19 +55,20 @@ class RetriedWork:
 
     def wait(self, *, began: float, failing_s: float, hanging_s: float) -> Exception | None:
         """Waits until all is done, and returns None. Returns the error of an attempt that failed `failing_s` or more
-        after `began`; returns TimeoutError if there was no progress for `hanging_s`, counted from `began` at the
-        earliest. Raises neither. `began` is a time of `time.monotonic`; the others are seconds.
+        after `began`, or of the last one before `close`; returns TimeoutError if there was no progress for `hanging_s`,
+        counted from `began` at the earliest. Raises neither. `began` is a time of `time.monotonic`; the others are
+        seconds.
         """
         with self._changed:
             self._is_hurried = True  # the next attempt is made now, not after a long pause
             self._changed.notify_all()
             while self._num_done < self._num_asked:
                 now = time.monotonic()
-                if self._failure is not None and self._failed_at - began >= failing_s:
+                if self._failure is not None and (self._is_closing or self._failed_at - began >= failing_s):
                     return self._failure
                 if now - max(began, self._progress_at) >= hanging_s:
                     return TimeoutError(f"no progress for {hanging_s:g} s")
-                self._changed.wait(min(_LOOK_S, failing_s, hanging_s))
+                self._changed.wait(min(_LOOK_S, hanging_s))  # a failure wakes it
         return None
 
     def close(self) -> None:

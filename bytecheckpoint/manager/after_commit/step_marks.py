@@ -39,9 +39,9 @@ def end_pin_ahead(store: Store, step: int, *, is_committed: bool) -> None:
 
 
 def end_pins_ahead(store: Store) -> None:
-    """Calls `end_pin_ahead` for all steps that earlier managers had pinned ahead; a checkpoint that training has left,
-    and that was to be replaced, was not pinned itself. At a StorageError it logs a warning, and leaves the remaining
-    pins.
+    """Calls `end_pin_ahead` for all steps that earlier managers had pinned ahead. The checkpoint of an abandoned step
+    does not count as committed: the pin was for its replacement. At a StorageError, logs a warning and leaves the
+    remaining pins.
     """
     numbers = (name.removesuffix(".json") for name in store.list(step_records.PINS_AHEAD_FOLDER))
     steps = [int(number) for number in numbers if number.isdecimal()]
@@ -82,7 +82,7 @@ class StepMarks(NamedTuple):
 
     def lease(self, step: int, *, seconds: float) -> None:
         """Leases the step for a number of seconds from now. Of several leases, the longest counts."""
-        until = self.clock.now() + _checked_seconds(seconds)
+        until = min(self.clock.now() + _checked_seconds(seconds), step_records.MAX_TIME)
         step_records.lease(self.store, step_folder(step), until=until)
         self.background.note(StepChange(step, leased_until=until))
 

@@ -26,8 +26,8 @@ class Decisions:
         self._about = Subject(root, None, is_save=False, call="CheckpointManager")
 
     def decide_together(self, doing: str, decide: Callable[[], T], kind: type[T]) -> T:
-        """Returns on every rank what `decide` returns on rank 0; an error of it is raised on every rank. All ranks call
-        it together.
+        """Returns on every rank what `decide` returns on rank 0; its error is raised on every rank. All ranks call this
+        together.
         """
         wait_until_numbered()
         ranks = join_ranks(self._group, self._timeout_s, about=self._about)
@@ -39,7 +39,7 @@ class Decisions:
 
     def agree(self, doing: str, act: Callable[[], T], kind: type[T]) -> T:
         """Calls `act` on every rank, and returns on all of them what it returns on rank 0; an error of one rank is
-        raised on all. All ranks call it together.
+        raised on all. All ranks call this together.
         """
         wait_until_numbered()
         ranks = join_ranks(self._group, self._timeout_s, about=self._about)

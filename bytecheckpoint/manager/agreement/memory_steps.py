@@ -17,11 +17,12 @@ from bytecheckpoint.info import LoadReport
 from bytecheckpoint.manager import abandoned_steps, save_policies
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves
-from bytecheckpoint.manager.options import ManagerOptions
+from bytecheckpoint.manager.options import ManagerOptions, is_policy
 from bytecheckpoint.manager.restore import is_latest
 from bytecheckpoint.manager.save_policies import EverySteps, SavePolicy
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.options import Memory
+from bytecheckpoint.runtime.integers import integer_of
 from bytecheckpoint.saving.handle import SaveHandle
 
 logger = logging.getLogger("bytecheckpoint")
@@ -35,8 +36,9 @@ def with_memory(
     Raises TypeError if `every` is neither a number of steps nor a policy, and ValueError if it is less than one step,
     or is not 1 although the options have no memory.
     """
-    policy = EverySteps(every) if isinstance(every, int) else every
-    if not callable(getattr(policy, "due", None)):
+    num_steps = integer_of(every)
+    policy: Any = every if num_steps is None else EverySteps(num_steps)
+    if not is_policy(policy, "due"):
         raise TypeError(f"memory_every takes a number of steps or a save policy, not {every!r}")
     options = options if memory is None else replace(options, save=replace(options.save, memory=memory))
     if every != 1 and options.save.memory is None:
@@ -151,7 +153,7 @@ class MemorySteps:
         logger.error("memory does not hold step %s: %s", error.step, error.message)
 
     def resumes(self, step: object) -> bool:
-        """Returns True if a restore of `step` is to look at memory: that of the newest step does, except where memory
+        """Returns True if a restore of `step` is to look at memory: a restore of the newest step does, unless memory
         may hold later steps that training has left.
         """
         return self.is_on and is_latest(step) and not self._saves.has_left_memory

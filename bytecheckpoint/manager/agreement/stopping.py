@@ -42,13 +42,14 @@ _LOST = (
 )
 _JOIN_S = 5.0
 _REQUEST, _VERDICT = "request", "verdict"
-_DEADLINE = "deadline"
-"""Reason of a stop for which nobody gave another one."""
+_REQUESTED, _DEADLINE = "requested", "deadline"
+"""Reasons of stops for which nobody gave another one."""
 
 
 class StopRequests:
-    """Requests to stop that this process has received. A signal handler sets a flag. It calls the handler before it
-    only if that is one of another manager, or if it may not set the flag: in a forked process, or after `close`.
+    """Requests to stop that this process has received. A signal handler sets a flag. It calls the handler that was
+    installed before only if that is one of another manager, or if it may not set the flag: in a forked process, or
+    after `close`.
     """
 
     def __init__(self, signals: Sequence[str], *, deadlines: Sequence[float], needed_s: Callable[[], float]) -> None:
@@ -60,7 +61,7 @@ class StopRequests:
         self._deadlines = [(at, _DEADLINE) for at in deadlines]
         """Each with the reason of its stop."""
         self._needed_s = needed_s
-        self._old_handlers: dict[str, Any] = {}
+        self._old_handlers: dict[signal.Signals, Any] = {}
         self._is_closed = False
         if signals and threading.current_thread() is not threading.main_thread():
             logger.warning(
@@ -69,11 +70,11 @@ class StopRequests:
                 ", ".join(signals),
             )
             return
-        for name in signals:
-            self._old_handlers[name] = signal.signal(signal.Signals[name], self._handle)
+        for number in dict.fromkeys(signal.Signals[name] for name in signals):  # one may have several names
+            self._old_handlers[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        old = self._old_handlers.get(signal.Signals(number).name)
+        old = self._old_handlers.get(signal.Signals(number))
         is_other_manager = isinstance(getattr(old, "__self__", None), StopRequests)
         # A forked worker of a data loader inherits the handler, and must not stop anything but itself.
         if os.getpid() == self._pid and not self._is_closed:
@@ -89,7 +90,7 @@ class StopRequests:
     def request(self, reason: str, *, deadline_s: float | None) -> None:
         """Requests a stop now, or so that the last save is durable before `deadline_s` seconds from now have passed."""
         if deadline_s is None:
-            self._reason = self._reason or reason
+            self._reason = self._reason or reason or _REQUESTED
         else:
             at = time.time() + float(deadline_s)  # in single precision minutes are lost
             self._deadlines.append((at, reason or _DEADLINE))
@@ -108,17 +109,17 @@ class StopRequests:
         and may still call the one of this object, which from now on does what the old one did.
         """
         self._is_closed = True
-        for name in self._old_handlers:
-            number, old = signal.Signals[name], self._handler_before(name)
+        for number in self._old_handlers:
+            old = self._handler_before(number)
             is_main = threading.current_thread() is threading.main_thread()
             if is_main and signal.getsignal(number) == self._handle:
                 signal.signal(number, old if old is not None else signal.SIG_DFL)
 
-    def _handler_before(self, name: str) -> Any:
-        """Returns the handler that was there before, and before managers that have closed since."""
-        old = self._old_handlers[name]
+    def _handler_before(self, number: signal.Signals) -> Any:
+        """Returns the handler that was installed before, without those of managers that have closed since."""
+        old = self._old_handlers[number]
         while isinstance(owner := getattr(old, "__self__", None), StopRequests) and owner._is_closed:
-            old = owner._old_handlers[name]
+            old = owner._old_handlers[number]
         return old
 
 
@@ -305,4 +306,4 @@ def check_deadline(deadline_s: float | None) -> None:
     """Raises ValueError unless it is None or a finite number of seconds, at least 0; numpy's are accepted."""
     seconds = plain_number(deadline_s)
     if deadline_s is not None and (seconds is None or not math.isfinite(seconds) or seconds < 0):
-        raise ValueError(f"deadline_s takes a number of seconds from now, or None, not {deadline_s!r}")
+        raise ValueError(f"deadline_s takes a number of seconds from now, at least 0, or None, not {deadline_s!r}")

@@ -58,17 +58,19 @@ def object_name(folder: str, step: int, rank: int, num_ranks: int) -> str:
 
 def branches(store: Store) -> list[str]:
     """Returns the folders of all branches, the newest first."""
-    return [join_name(LOG_FOLDER, name) for name in sorted(store.list(LOG_FOLDER), reverse=True) if _FOLDER.match(name)]
+    return [
+        join_name(LOG_FOLDER, name) for name in sorted(store.list(LOG_FOLDER), reverse=True) if _FOLDER.fullmatch(name)
+    ]
 
 
 def earlier_objects(store: Store, generation: int) -> list[str]:
     """Returns the names of earlier managers' objects, which are needless: a new manager goes back to a checkpoint."""
     earlier = (folder for folder in branches(store) if int(folder.rpartition("/")[2].partition("-")[0]) < generation)
-    return [join_name(folder, name) for folder in earlier for name in store.list(folder)]
+    return [join_name(folder, name) for folder in earlier for name in store.list(folder) if _NAME.fullmatch(name)]
 
 
 def logged_steps(store: Store, folder: str) -> list[LoggedNames]:
-    """Returns the steps that all ranks have logged, the newest first."""
+    """Returns the steps that all ranks have logged in the folder of a branch, the newest first."""
     found: dict[tuple[int, int], dict[int, str]] = {}
     for name in store.list(folder):
         if match := _NAME.fullmatch(name):

@@ -42,7 +42,7 @@ class _DataChoice(msgspec.Struct, frozen=True):
 
 
 class ManagedData:
-    """The loaders of one manager."""
+    """The data loaders of one manager."""
 
     def __init__(
         self, run: ManagedRun, saves: ManagedSaves, *, decisions: Decisions, log: LogWriter | None, options: LoadOptions
@@ -155,8 +155,9 @@ class ManagedData:
         return next((step for step in steps if step <= record.step), None)
 
     def leave_branch(self, state: Mapping[str, Any]) -> None:
-        """Forgets all positions that were logged, and what was prepared: weights go back, and data with them. Raises on
-        all ranks if those of rank 0 cannot be deleted.
+        """Forgets all positions that were logged, and what was prepared: weights go back, and data with them. Takes the
+        loaders of this state from now on. All ranks call this together, and all raise if the positions of rank 0 cannot
+        be deleted.
         """
         self._saves.prepared.forget()
         self._loaders = data_loaders_in(state)
