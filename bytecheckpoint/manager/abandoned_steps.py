@@ -7,16 +7,46 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
-from bytecheckpoint.manager.step_records import BRANCH_NAME, Branch, read_abandoned
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsafeCheckpointError
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.stage_folder import RootObject, root_object
-from bytecheckpoint.storage.store import Store, one_block
+from bytecheckpoint.storage.store import Store, one_block, read_whole
 
+BRANCH_NAME = "manager/branch.json"
+MAX_RECORD_BYTES = 1 << 25
+"""Limit of an object. A record has the metrics of a manifest again, which take up to six times the bytes as JSON."""
 _IN_FLIGHT = 16
 _DAMAGED = "damaged"
 """Stands for the save id of a checkpoint whose manifest is damaged."""
+
+
+class Branch(msgspec.Struct, frozen=True):
+    """Steps that training left behind when it went back to an earlier one."""
+
+    abandoned: dict[str, str] = {}
+    """Save id by step."""
+
+
+def read_abandoned(store: Store) -> dict[int, str]:
+    """Returns by step the save ids of the steps that training left behind when it went back to an earlier one. Raises
+    CheckpointCorruptError (bad_manifest) if their record is damaged; UnsafeCheckpointError if it is too long
+    (limits_exceeded), or a link out of the root (path_escape).
+    """
+    try:
+        branch = msgspec.json.decode(read_whole(store, BRANCH_NAME, max_bytes=MAX_RECORD_BYTES), type=Branch)
+    except CheckpointNotFoundError:
+        return {}
+    except msgspec.DecodeError as error:  # without it, steps that were left would be restored, and good ones deleted
+        raise CheckpointCorruptError(
+            f"{join_name(str(store), BRANCH_NAME)}, which lists the steps that training left when it went back to an "
+            f"earlier one, is damaged ({error}); no step was restored or deleted: delete the steps of that list that "
+            "are still there (`bcp ls` shows when each was saved), then this file",
+            kind="bad_manifest",
+            path=str(store),
+        ) from error
+    return {int(step): save_id for step, save_id in branch.abandoned.items() if step.isdecimal()}
 
 
 def present_abandoned(store: Store, abandoned: Mapping[int, str] | None = None) -> dict[int, str]:

@@ -25,6 +25,7 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
+from bytecheckpoint.manager.abandoned_steps import MAX_RECORD_BYTES, read_abandoned
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import layout
@@ -34,13 +35,10 @@ from bytecheckpoint.storage.store import Store, one_block, read_whole
 
 logger = logging.getLogger("bytecheckpoint")
 
-BRANCH_NAME = "manager/branch.json"
 PINS_AHEAD_FOLDER = "manager/pins_ahead"
 """Notes of pins that were written for commits to come."""
 
 _VERSION = 1
-_MAX_BYTES = 1 << 25
-"""Limit of an object. A record has the metrics of a manifest again, which take up to six times the bytes as JSON."""
 MAX_TIME = 250_000_000_000.0
 """The year 9892: later times have no date in Python."""
 _IN_FLIGHT = 16
@@ -64,13 +62,6 @@ class SaveRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int = 0
     metrics: dict[str, float | str] = {}
     """NaN and infinities, which JSON does not have, are text."""
-
-
-class Branch(msgspec.Struct, frozen=True):
-    """Steps that training left behind when it went back to an earlier one."""
-
-    abandoned: dict[str, str] = {}
-    """Save id by step."""
 
 
 class StoredStep(NamedTuple):
@@ -183,14 +174,6 @@ def leased_until(store: Store, folder: str) -> float:
 def is_pinned(store: Store, folder: str) -> bool:
     """Returns True if the checkpoint is pinned."""
     return PIN_NAME in store.list(folder)
-
-
-def read_abandoned(store: Store) -> dict[int, str]:
-    """Returns by step the save ids of the steps that training left behind when it went back to an earlier one. Raises
-    UnsafeCheckpointError if their record is too long (limits_exceeded), or a link out of the root (path_escape).
-    """
-    branch = _read(store, BRANCH_NAME, Branch)
-    return {int(step): save_id for step, save_id in branch.abandoned.items() if step.isdecimal()} if branch else {}
 
 
 def find_step(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> StepInfo | None:
@@ -382,14 +365,14 @@ def _write(store: Store, name: str, content: object) -> None:
 
 def _read(store: Store, name: str, kind: type[T]) -> T | None:
     """Returns a decoded object; None if there is none, and with a warning if it is damaged or too long. Raises
-    UnsafeCheckpointError for a Branch that is too long (limits_exceeded), and for a link out of the root (path_escape).
+    UnsafeCheckpointError for a link out of the root (path_escape).
     """
     try:
-        return msgspec.json.decode(read_whole(store, name, max_bytes=_MAX_BYTES), type=kind)
+        return msgspec.json.decode(read_whole(store, name, max_bytes=MAX_RECORD_BYTES), type=kind)
     except CheckpointNotFoundError:
         return None
     except (msgspec.DecodeError, UnsafeCheckpointError) as error:
-        if isinstance(error, UnsafeCheckpointError) and (kind is Branch or error.kind != "limits_exceeded"):
-            raise  # without what it says, other steps would be restored, and good ones deleted
+        if isinstance(error, UnsafeCheckpointError) and error.kind != "limits_exceeded":
+            raise
         logger.warning("%s is damaged (%s) and counts as absent", join_name(str(store), name), error)
         return None

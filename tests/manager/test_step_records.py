@@ -5,6 +5,7 @@ import math
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from faults.seams import files_under
 from manager.steps import read_steps, step_info
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import UnsafeCheckpointError
+from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
 from bytecheckpoint.manager import abandoned_steps, step_records
 from bytecheckpoint.manager.step_records import list_steps
 from bytecheckpoint.storage import deletion
@@ -131,7 +132,7 @@ def test_a_record_that_is_too_long_is_named_and_counts_as_absent(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step_records.report(store, folder(1), {"loss": 3.0}, time=9e9)
-    monkeypatch.setattr(step_records, "_MAX_BYTES", 10)
+    monkeypatch.setattr(step_records, "MAX_RECORD_BYTES", 10)
     with caplog.at_level(logging.WARNING, "bytecheckpoint"):
         assert read_steps(store)[0].metrics == {"loss": 1.0}
     assert ["it may have 10" in record.getMessage() for record in caplog.records] == [True]
@@ -152,10 +153,44 @@ def test_abandoned_steps_whose_record_is_too_long_do_not_count_as_good(
 ) -> None:
     abandoned_steps.write_abandoned(store, {2: committed_save_id(store, folder(2))})
     assert list(abandoned_steps.newest_steps(store)) == [1]
-    monkeypatch.setattr(step_records, "_MAX_BYTES", 10)
-    for read in (step_records.read_abandoned, list_steps, lambda it: list(abandoned_steps.newest_steps(it))):
+    monkeypatch.setattr(abandoned_steps, "MAX_RECORD_BYTES", 10)
+    for read in (abandoned_steps.read_abandoned, list_steps, lambda it: list(abandoned_steps.newest_steps(it))):
         with pytest.raises(UnsafeCheckpointError, match="it may have 10"):
             read(store)
+
+
+@pytest.mark.parametrize("content", ["", '{"abandoned": {"2', "[]"], ids=["empty", "cut off", "another form"])
+def test_abandoned_steps_whose_record_is_damaged_do_not_count_as_good(
+    store: Store, tmp_path: Path, content: str
+) -> None:
+    abandoned_steps.write_abandoned(store, {2: committed_save_id(store, folder(2))})
+    (tmp_path / abandoned_steps.BRANCH_NAME).write_text(content)
+    for read in (abandoned_steps.read_abandoned, list_steps, lambda it: list(abandoned_steps.newest_steps(it))):
+        with pytest.raises(CheckpointCorruptError, match=r"branch\.json.* is damaged .* no step was restored") as error:
+            read(store)
+        assert error.value.kind == "bad_manifest"
+
+
+def test_a_run_whose_list_of_abandoned_steps_is_damaged_restores_and_deletes_nothing(tmp_path: Path) -> None:
+    def manager_at(keep: Any) -> bcp.CheckpointManager:
+        return bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(1), keep=keep)
+
+    with manager_at(bcp.keep_policies.All()) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, {"step": step})
+        manager.restore({"step": 0}, step=1)
+        manager.save(2, {"step": 20})
+    record = tmp_path / abandoned_steps.BRANCH_NAME
+    sound = record.read_bytes()
+    record.write_bytes(sound[:-3])
+    with pytest.raises(CheckpointCorruptError, match="is damaged"), manager_at(bcp.keep_policies.Latest(1)) as manager:
+        manager.restore({"step": 0})
+    assert bcp.steps(tmp_path) == [1, 2, 3, 4]
+    record.write_bytes(sound)
+    with manager_at(bcp.keep_policies.All()) as manager:
+        state = {"step": 0}
+        manager.restore(state)
+    assert state == {"step": 20}
 
 
 def test_the_record_of_a_save_without_tensors_is_found_beside_its_manifest(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, StorageError
 from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager.abandoned_steps import read_abandoned
 from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, ordered
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.after_commit.save_pauses import OngoingSaves, SavePauses
@@ -196,7 +197,7 @@ class SecondRoot:
 
     def _read_copies(self) -> dict[int, StoredStep]:
         """Returns the steps of the second root, those that were abandoned marked as such."""
-        abandoned = step_records.read_abandoned(self._source)
+        abandoned = read_abandoned(self._source)
         if self._copies is None:
             finish = partial(finish_deletions, self._target, now=self._clock.now(), pace=self._pace)
             self._unless_refused(finish)
