@@ -73,7 +73,7 @@ def root_of(path: str | os.PathLike[str], role: str | None) -> str:
 
 
 def check_step(step: object) -> int | None:
-    """Returns the step as a plain int, and None for None; numpy's integers are accepted.
+    """Returns the step as a plain int, and None for None; it may be an integer of numpy or a tensor of one.
 
     Raises CheckpointMismatchError (conflict), a ValueError, for anything else than an integer from 0 to 2^63 - 1.
     """
@@ -236,7 +236,7 @@ def _nothing_at_root(store: Store, listing: Mapping[str, int | None], *, locatio
         if (step := location.rpartition("/")[2]).isdecimal():
             what += f". The folder of step {int(step)} is {step_folder(int(step))}"
         return CheckpointNotFoundError(what, kind="not_found", path=location)
-    has_steps = any(steps_below(store, "", listing))
+    has_steps = next(steps_below(store, "", listing), None) is not None
     if DATA_FOLDER in listing or (_step_folders(listing) and not has_steps):
         what, kind = f"{location} {_UNFINISHED}", "not_committed"
     else:

@@ -176,6 +176,13 @@ def test_steps_where_a_checkpoint_was_expected(store):
     assert "step=..." in str(error)
 
 
+def test_step_0_alone_is_a_finished_save_where_a_checkpoint_was_expected(store):
+    _commit(store, 0)
+    error = _not_found(store, None)
+    assert error.kind == "not_found"
+    assert "newest first: 0" in str(error)
+
+
 def test_something_else_at_the_path(store):
     put(store, "holiday.jpg", b"x")
     error = _not_found(store, "latest")
