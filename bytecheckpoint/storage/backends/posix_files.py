@@ -148,7 +148,8 @@ def free_bytes(folder: str) -> int | None:
         folder = os.path.dirname(folder)
     with suppress(OSError):
         status = os.statvfs(folder)
-        return status.f_bavail * status.f_frsize
+        if status.f_blocks:  # else it counts none, as a tmpfs without a limit
+            return status.f_bavail * status.f_frsize
     return None
 
 

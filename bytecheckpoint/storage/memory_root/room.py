@@ -50,6 +50,8 @@ def check_room(root: str, new_bytes: int, *, held_bytes: int, max_bytes: int | N
 def _file_system(root: str) -> Iterator[RoomLimit]:
     status = os.statvfs(root)
     free_bytes, total_bytes = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    if not total_bytes:  # it has no limit, as a tmpfs with size=0, or a ramfs
+        return
     advice = "free space there (`bcp gc --memory` lists what ended jobs left), or mount it larger"
     if total_bytes <= _CONTAINER_BYTES:
         advice = (
