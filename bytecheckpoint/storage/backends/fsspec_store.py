@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Protocol
 
 import fsspec.core
@@ -148,6 +149,8 @@ class FsspecStore:
         path, shown, end = self._path(name), self._show(name), byte_offset + byte_length
         with self._translated(shown, self._range_error(path, end)):
             data: bytes = self._fs.cat_file(path, start=byte_offset, end=end, **self._no_read_ahead())
+        if len(data) > byte_length:
+            raise read_error(NotImplementedError(), shown, reason=f"it sent {len(data)} bytes, not {byte_length}")
         if len(data) != byte_length:
             with self._translated(shown, read_error):
                 self._info(path)  # it may have been deleted meanwhile
@@ -195,12 +198,17 @@ class FsspecStore:
                 raise is_a_file(shown)
             last = entry_path.rpartition("/")[2]
             if not last.startswith(TEMPORARY_PREFIX):
-                sizes[last] = sizes.get(last) if is_folder else int(entry["size"])
+                sizes[last] = sizes.get(last) if is_folder else self._size_of(entry)
         return sizes
 
+    def _size_of(self, entry: Mapping[str, Any]) -> int:
+        """Returns the size in an entry of a listing, or asks for it: listings of web servers have none."""
+        with self._translated(str(entry["name"]), read_error):
+            return int(self._info(entry["name"])["size"] if entry["size"] is None else entry["size"])
+
     def list_many(self, folders: Sequence[str]) -> Sequence[Mapping[str, int | None] | None]:
-        """Implements `SupportsListMany`: goes through fsspec's memory once, which `list` does for each folder. Returns
-        None for each folder of other backends.
+        """Implements `SupportsListMany`: goes through a `memory://` store once, which `list` does for each folder.
+        Returns None for each folder of other backends.
         """
         if not isinstance(self._fs, MemoryFileSystem):
             return [None] * len(folders)
@@ -214,8 +222,8 @@ class FsspecStore:
         return [listings[folder] or None for folder in folders]  # an empty listing may be an object's
 
     def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
-        """Implements `SupportsInFolders`: reads one byte of each object. In fsspec's memory, a listing would go through
-        the whole store. Returns None for each folder of a backend that reads through an open file, in several requests.
+        """Implements `SupportsInFolders`: reads one byte of each object; a listing would go through a whole `memory://`
+        store. Returns None for each folder if the backend reads through an open file, which takes several requests.
         """
         if self._no_read_ahead():
             return [None] * len(folders)
@@ -233,7 +241,7 @@ class FsspecStore:
             return None
 
     def delete(self, name: str) -> None:
-        with suppress(CheckpointNotFoundError), self._translated(self._show(name), _delete_error):
+        with suppress(CheckpointNotFoundError), self._translated(self._show(name), partial(read_error, doing="delete")):
             self._fs.rm_file(self._path(name))
 
     def check_replaceable(self) -> None:
@@ -305,6 +313,8 @@ class FsspecStore:
         info: Mapping[str, Any] = self._fs.info(path)
         if info["type"] == "directory":
             raise FileNotFoundError(errno.ENOENT, "it is a folder", path)
+        if info["size"] is None:
+            raise NotImplementedError("it does not tell the length of this object")
         return info
 
     def _has_object(self, path: str) -> bool:
@@ -388,7 +398,3 @@ def _time_of(entry: Mapping[str, Any]) -> float | None:
 
 def _list_error(error: BaseException, shown: str, /, *, reason: str) -> CheckpointError:
     return is_a_file(shown) if isinstance(error, NotADirectoryError) else read_error(error, shown, reason=reason)
-
-
-def _delete_error(error: BaseException, shown: str, /, *, reason: str) -> CheckpointError:
-    return read_error(error, shown, reason=reason, doing="delete")

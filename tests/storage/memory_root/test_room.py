@@ -96,7 +96,7 @@ def test_a_file_system_without_a_limit_refuses_nothing(tmp_path: Path, monkeypat
     status = SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=0)  # of a tmpfs with size=0, and of a ramfs
     monkeypatch.setattr(room, "os", SimpleNamespace(statvfs=lambda _: status))
     check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=None)
-    with pytest.raises(bcp.CheckpointSaveError, match="Memory.max_bytes"):
+    with pytest.raises(bcp.CheckpointSaveError, match=r"Memory\(max_bytes"):
         check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=10 * MIB)
 
 
