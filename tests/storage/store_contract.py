@@ -20,6 +20,7 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.manifest.ranges import Block
+from bytecheckpoint.storage.inventory import HasInventory
 from bytecheckpoint.storage.store import (
     Store,
     SupportsDuplicate,
@@ -337,6 +338,7 @@ class StoreContract:
             lambda: store.delete(name),
             lambda: delete_many(store, ["a", name]),
             lambda: store.list(name or "/"),
+            lambda: list(store.inventory(name or "/")) if isinstance(store, HasInventory) else store.list(name or "/"),
         ):
             with pytest.raises(UnsafeCheckpointError) as caught:
                 call()

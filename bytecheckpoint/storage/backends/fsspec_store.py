@@ -279,7 +279,7 @@ class FsspecStore:
         try:
             with self._translated(self._shown, read_error):
                 self._fs.invalidate_cache()
-                found = self._fs.find(join_name(self._root, folder), detail=True)
+                found = self._fs.find(self._path(folder) if folder else self._root, detail=True)
         except CheckpointNotFoundError:
             return
         for path, entry in found.items():

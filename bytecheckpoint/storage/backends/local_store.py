@@ -222,6 +222,7 @@ class LocalStore:
             if not isinstance(error, FileNotFoundError):
                 raise read_error(error, error.filename, reason=describe(error), doing="list") from error
 
+        self._resolve(check_name(folder) if folder else "")
         for path, _, names in os.walk(os.path.join(self._root, folder), onerror=on_error):
             relative_folder = os.path.relpath(path, self._root)
             for name in names:
