@@ -28,6 +28,7 @@ from bytecheckpoint.storage import layout, stage_folder
 from bytecheckpoint.storage.backends import direct_io
 from bytecheckpoint.storage.backends.file_lock import ProcessLock
 from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.storage.store import one_block
 
 UPLOADING = Seam(local_stage_module, "copy_file")
 
@@ -464,6 +465,30 @@ def test_a_look_into_the_stage_does_not_disturb_a_save_that_begins(
     assert seen == [None]
     assert [found.is_alive for found in stage_folder.scan(str(stage))] == [True]
     folder.remove()
+    assert files_under(stage) == []
+
+
+def test_a_folder_whose_files_cannot_be_removed_yet_is_found_again(
+    stage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = stage_folder.Journal(
+        save_id="0" * 16, rank=0, num_ranks=1, root="/run", folder="", step=None, overwrite=False
+    )
+    folder = stage_folder.create(str(stage), journal, writer_threads=1)
+    folder.store.write("data/x", one_block(b"1"), replace=False)
+    unlink = os.unlink
+
+    def fail(path: str, **keywords: Any) -> None:
+        if path == "x":
+            raise OSError(errno.EIO, "input/output error")
+        unlink(path, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", fail)
+        folder.remove()
+    (found,) = stage_folder.scan(str(stage))
+    assert (found.is_alive, found.journal, found.sizes) == (False, None, {"data/x": 1})
+    assert stage_folder.remove_all(str(stage), [found.name]) == [found.name]
     assert files_under(stage) == []
 
 

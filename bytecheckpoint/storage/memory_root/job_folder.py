@@ -172,9 +172,12 @@ def find_jobs(root: str) -> list[tuple[JobFolder, JobDescription]]:
         host = _read_host(root)
         for name in filter(_ID.match, names):
             path = os.path.join(root, name)
-            if host is None or os.lstat(path).st_uid != os.geteuid():
+            try:
+                if host is None or os.lstat(path).st_uid != os.geteuid():
+                    continue
+                _check_private(path)
+            except FileNotFoundError:  # removed since it was listed
                 continue
-            _check_private(path)
             description = JobDescription("(unknown)", os.geteuid())
             with suppress(OSError, msgspec.MsgspecError), open(os.path.join(path, _DESCRIPTION), "rb") as file:
                 description = msgspec.json.decode(file.read(), type=JobDescription)
