@@ -218,7 +218,7 @@ class FsspecStore:
             for depth in range(1, len(parts)):
                 listing = listings.get("/".join(parts[:depth]))
                 if listing is not None and not parts[depth].startswith(TEMPORARY_PREFIX):
-                    listing[parts[depth]] = stored.num_bytes if depth == len(parts) - 1 else None
+                    listing[parts[depth]] = stored.num_bytes if depth == len(parts) - 1 else listing.get(parts[depth])
         return [listings[folder] or None for folder in folders]  # an empty listing may be an object's
 
     def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
