@@ -713,9 +713,19 @@ def test_credentials_never_show(s3, s3_prefix, s3_faults, caplog, monkeypatch):
         assert "t0ken-of-the-environment" not in text
 
 
-def test_credentials_that_are_no_text_are_refused_by_name():
-    with pytest.raises(StorageError, match=r"storage_options\['secret'\] is of type int, and has to be a str"):
-        S3Store("s3://bucket/x", {"key": "access", "secret": 123}, writer_threads=1, timeout_s=5)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("secret", {"key": "access", "secret": 123}),
+        ("password", {"username": "access", "password": 123}),
+        ("username", {"username": 123, "password": "of+nobody"}),
+        ("aws_session_token", {"client_kwargs": {"aws_session_token": 123}}),
+    ],
+    ids=["secret", "password", "username", "client_kwargs"],
+)
+def test_credentials_that_are_no_text_are_refused_by_name(name, options):
+    with pytest.raises(StorageError, match=rf"storage_options\['{name}'\] is of type int, and has to be a str"):
+        S3Store("s3://bucket/x", options, writer_threads=1, timeout_s=5)
 
 
 @pytest.fixture

@@ -55,6 +55,8 @@ _URL = re.compile(r"\As3a?://([^/?#@:]+)(?:/(.*))?\Z", re.DOTALL)
 _AMAZON = re.compile(r"\.(?:amazonaws\.com(?:\.cn)?|api\.aws)(?::\d+)?\Z")
 _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
 """Figures of a bucket in the same region, through one connection."""
+_CREDENTIALS = ("key", "username", "secret", "password", "token")
+_CREDENTIALS += ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _DELETE_MANY = "delete_objects"
 _MAX_DELETIONS = 1000
 """Number of objects that one such request may name."""
@@ -367,9 +369,11 @@ def _shown_names(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
 
 def _check_credentials(options: Mapping[str, object]) -> None:
     """Raises TypeError for credentials that are not text: signing a request would fail with an unclear error."""
-    for name in ("key", "secret", "token"):
-        if not isinstance(options.get(name), str | None):
-            raise TypeError(f"storage_options[{name!r}] is of type {type(options[name]).__name__}, and has to be a str")
+    client_arguments = options.get("client_kwargs")
+    given = {**(client_arguments if isinstance(client_arguments, Mapping) else {}), **options}
+    for name in _CREDENTIALS:
+        if not isinstance(given.get(name), str | None):
+            raise TypeError(f"storage_options[{name!r}] is of type {type(given[name]).__name__}, and has to be a str")
 
 
 def _message(failed: FailedRequestError) -> Exception:
