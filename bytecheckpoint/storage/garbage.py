@@ -95,7 +95,8 @@ def find_leftovers(store: Store, folder: str) -> Garbage:
     """Returns the files below a folder that saves have made and no committed checkpoint needs. Those of saves that
     still run are among them: use `GarbageObject.is_dead` before you remove any.
 
-    If unfinished uploads cannot be listed, they are left out; other failures raise StorageError.
+    If unfinished uploads cannot be listed, they are left out; other failures raise StorageError. The files of a single
+    save beside a committed manifest count as needed.
     """
     objects = list(inventory_of(store, folder))
     groups: dict[tuple[str, str], GarbageObject] = {}
@@ -143,7 +144,9 @@ def _used_among(store: Store, folder: str, save_ids: Sequence[str]) -> Callable[
     """Returns a predicate of save id and object name: True if the committed checkpoint in the folder needs the
     object.
     """
-    if len(save_ids) < 2:  # all of them must be its own: no need to read the manifest
+    # The files of a single save are taken for the checkpoint's own: reading the manifest of every step would cost too
+    # much. Garbage beside a checkpoint whose files are all elsewhere, as a linked one's, is missed.
+    if len(save_ids) < 2:
         return lambda save_id, name: bool(save_id) and not is_temporary(name)
     try:
         manifest = layout.read_manifest(store, folder)

@@ -34,9 +34,10 @@ def open_store(
     `timeout_s` is the timeout of the save or load, by default that of LoadOptions. A store in S3 gives up a request
     earlier; other stores ignore it.
 
-    Raises CheckpointMismatchError (conflict) for storage options with a local path. Raises StorageError (unsupported)
-    for an empty path, a URL that lost a slash, a URL of S3 with a query, and a URL that no installed backend serves;
-    (unavailable) for storage options that the backend does not accept.
+    Raises CheckpointMismatchError (conflict) for storage options with a local path, and UnsafeCheckpointError
+    (path_escape) for a local path with a NUL. Raises StorageError (unsupported) for an empty path, a URL that lost a
+    slash, a URL of S3 with a query, and a URL that no installed backend serves; (unavailable) for storage options that
+    the backend does not accept.
     """
     location = expand_home(os.fspath(path))
     if not location:
