@@ -85,8 +85,6 @@ class Garbage:
     """One item for each save and folder."""
     unreadable: list[str]
     """Folders whose manifest cannot be read: nothing in them counts as garbage."""
-    num_committed: int
-    """Number of committed checkpoints whose manifest can be read."""
     not_looked_for: str
     """The reason why the store did not list unfinished uploads; empty if it did, or has none."""
 
@@ -125,7 +123,7 @@ def find_leftovers(store: Store, folder: str) -> Garbage:
             leftover.names = {name: size for name, size in leftover.names.items() if not used(save_id, name)}
     found = [leftover for leftover in groups.values() if leftover.names or leftover.uploads]
     found.sort(key=lambda leftover: (leftover.folder, leftover.save_id))
-    return Garbage(found, unreadable, len(manifests) - len(unreadable), not_looked_for)
+    return Garbage(found, unreadable, not_looked_for)
 
 
 def _pending_uploads(store: Store, folder: str) -> tuple[Sequence[PendingUpload], str]:
