@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import tempfile
 import uuid
 
 import pytest
@@ -325,6 +327,24 @@ def test_a_commit_that_cannot_tell_whom_it_meets_does_not_say_that_it_is_another
     faulty = FaultyStore(store, fail_at=1, fault=Fault.AFTER, make_error=lambda: next(errors), broken_from_then_on=True)
     with pytest.raises(StorageError):
         commit(faulty, "s", b"mine", replace=False)
+
+
+@pytest.mark.privileged
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_step_that_leads_where_the_user_may_not_look_hides_no_other_step(tmp_path):
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path lies below a folder that only its owner may open
+        store = LocalStore(f"{folder}/root", writer_threads=1)
+        _commit(store, 1)
+        os.makedirs(f"{folder}/private/step")
+        os.symlink(f"{folder}/private/step", f"{folder}/root/{step_folder(9)}")
+        for path, mode in ((folder, 0o755), (f"{folder}/private", 0o700)):
+            os.chmod(path, mode)
+        os.seteuid(65534)
+        try:
+            with pytest.warns(UserWarning, match="step_00000009 is left out"):
+                assert find_checkpoint(store, "latest", location="root") == step_folder(1)
+        finally:
+            os.seteuid(0)
 
 
 def test_a_step_that_leads_elsewhere_hides_no_other_step(tmp_path):

@@ -372,13 +372,16 @@ def _opened(path: str) -> Iterator[tuple[int, int]]:
 
 def _size(entry: os.DirEntry[str]) -> int | None:
     """Returns the size in bytes of an ordinary file, or of the one that a link leads to; _FOLDER_SIZE for a link to a
-    folder; None for anything else, such as a pipe, a vanished entry, or a link to nothing or to itself.
+    folder, or to where this process may not look; None for anything else, such as a pipe, a vanished entry, or a link
+    to nothing or to itself.
     """
     try:
         status = entry.stat()
     except FileNotFoundError:
         return None
     except OSError as error:
+        if error.errno == errno.EACCES and entry.is_symlink():
+            return _FOLDER_SIZE
         if error.errno != errno.ELOOP:
             raise
         return None
