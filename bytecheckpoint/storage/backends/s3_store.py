@@ -55,8 +55,10 @@ _URL = re.compile(r"\As3a?://([^/?#@:]+)(?:/(.*))?\Z", re.DOTALL)
 _AMAZON = re.compile(r"\.(?:amazonaws\.com(?:\.cn)?|api\.aws)(?::\d+)?\Z")
 _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
 """Figures of a bucket in the same region, through one connection."""
-_CREDENTIALS = ("key", "username", "secret", "password", "token")
-_CREDENTIALS += ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+_CREDENTIALS = (
+    *("key", "username", "secret", "password", "token"),
+    *("aws_access_key_id", "aws_secret_access_key", "aws_session_token"),
+)
 _DELETE_MANY = "delete_objects"
 _MAX_DELETIONS = 1000
 """Number of objects that one such request may name."""
