@@ -204,7 +204,7 @@ class FsspecStore:
     def _size_of(self, entry: Mapping[str, Any]) -> int:
         """Returns the size in an entry of a listing, or asks for it: listings of web servers have none."""
         with self._translated(str(entry["name"]), read_error):
-            return int(self._info(entry["name"])["size"] if entry["size"] is None else entry["size"])
+            return int(self._info(entry["name"])["size"] if entry.get("size") is None else entry["size"])
 
     def list_many(self, folders: Sequence[str]) -> Sequence[Mapping[str, int | None] | None]:
         """Implements `SupportsListMany`: goes through a `memory://` store once, which `list` does for each folder.
@@ -313,7 +313,7 @@ class FsspecStore:
         info: Mapping[str, Any] = self._fs.info(path)
         if info["type"] == "directory":
             raise FileNotFoundError(errno.ENOENT, "it is a folder", path)
-        if info["size"] is None:
+        if info.get("size") is None:
             raise NotImplementedError("it does not tell the length of this object")
         return info
 
