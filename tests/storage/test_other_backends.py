@@ -145,6 +145,23 @@ class _WebServerWithRanges(_WebServer):
         self.wfile.write(part)
 
 
+class _WebServerThatSorts(_WebServerWithRanges):
+    def list_directory(self, path: str) -> None:
+        links = ["?C=N;O=D", "?C=M;O=A", "/", "#top", "mailto:someone@example.org"]
+        links += [f"{found.name}/" if found.is_dir() else found.name for found in Path(path).iterdir()]
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.writelines(f'<a href="{link}">a link</a>\n'.encode() for link in links)
+
+
+class _WebServerWithoutLengths(_WebServer):
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword != "Content-Length":
+            super().send_header(keyword, value)
+
+
 @contextmanager
 def _serving_files(folder: Path, handler: type[_WebServer]) -> Iterator[str]:
     pytest.importorskip("aiohttp")
@@ -159,12 +176,25 @@ def _serving_files(folder: Path, handler: type[_WebServer]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("step", [None, 4])
-def test_a_checkpoint_on_a_web_server_whose_listings_have_no_sizes_is_read(tmp_path, step):
+@pytest.mark.parametrize("server", [_WebServerWithRanges, _WebServerThatSorts])
+def test_a_checkpoint_on_a_web_server_whose_listings_have_no_sizes_is_read(tmp_path, server, step):
     bcp.save(tmp_path / "run", {"x": torch.arange(1000)}, step=step)
-    with _serving_files(tmp_path, _WebServerWithRanges) as url:
+    with _serving_files(tmp_path, server) as url:
         state = {"x": torch.zeros(1000, dtype=torch.int64)}
         bcp.load(f"{url}/run", state)
     assert torch.equal(state["x"], torch.arange(1000))
+
+
+def test_a_web_server_that_tells_no_length_is_named_without_the_password(tmp_path):
+    bcp.save(tmp_path / "run", {"x": torch.arange(1000)})
+    with (
+        _serving_files(tmp_path, _WebServerWithoutLengths) as url,
+        pytest.raises(StorageError, match="run/m") as caught,
+    ):
+        bcp.load(f"{url.replace('://', '://user:of+nobody@')}/run", {"x": torch.zeros(1000, dtype=torch.int64)})
+    assert caught.value.kind == "unsupported"
+    assert "does not tell the length" in str(caught.value)
+    assert "of+nobody" not in str(caught.value)
 
 
 def test_a_web_server_that_sends_more_than_a_range_is_told_from_a_damaged_file(tmp_path):
