@@ -172,11 +172,10 @@ class S3Store:
         sizes: dict[str, int | None] = {}
         with self._translated(shown, doing="list"):
             for page in self._pages("list_objects_v2", Prefix=prefix, Delimiter="/"):
-                folders = [str(entry["Prefix"]).removesuffix("/") for entry in page.get("CommonPrefixes", ())]
-                objects = {str(entry["Key"]): int(entry["Size"]) for entry in page.get("Contents", ())}
-                sizes |= {path[len(prefix) :]: None for path in folders} | {
-                    path[len(prefix) :]: size for path, size in objects.items()
-                }
+                for entry in page.get("CommonPrefixes", ()):  # an object of that name may be on the page before
+                    sizes.setdefault(str(entry["Prefix"])[len(prefix) :].removesuffix("/"), None)
+                for entry in page.get("Contents", ()):
+                    sizes[str(entry["Key"])[len(prefix) :]] = int(entry["Size"])
             if not sizes and prefix and self._requests.head(prefix.removesuffix("/"), self._policy()) is not None:
                 raise is_a_file(shown)
         return _shown_names(sizes)
