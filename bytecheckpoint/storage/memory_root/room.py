@@ -35,8 +35,8 @@ def check_room(root: str, new_bytes: int, *, held_bytes: int, max_bytes: int | N
     limits = [*_file_system(root), *_host_memory(), *container_limits()]
     if max_bytes is not None:
         limits.append(RoomLimit(max_bytes - held_bytes + _SPARE_BYTES, f"Memory(max_bytes={max_bytes})", "raise it"))
-    least = min(limits)
-    if new_bytes + _SPARE_BYTES <= least.free_bytes or not new_bytes:
+    least = min(limits, default=None)
+    if least is None or new_bytes + _SPARE_BYTES <= least.free_bytes or not new_bytes:
         return
     raise CheckpointSaveError(
         f"the memory checkpoints of this rank need {new_bytes} bytes more in {root}, two slots of which one is always "

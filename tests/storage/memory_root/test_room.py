@@ -98,6 +98,9 @@ def test_a_file_system_without_a_limit_refuses_nothing(tmp_path: Path, monkeypat
     check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=None)
     with pytest.raises(bcp.CheckpointSaveError, match=r"Memory\(max_bytes"):
         check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=10 * MIB)
+    for limits in ("_host_memory", "container_limits"):
+        monkeypatch.setattr(room, limits, list)
+    check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=None)
 
 
 def test_a_full_root_refuses_the_save_and_keeps_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
