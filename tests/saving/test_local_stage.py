@@ -221,6 +221,17 @@ def test_a_full_disk_costs_no_checkpoint(
     assert loads_as(memory_url, 0, 1.0)
 
 
+def test_a_file_system_without_a_limit_has_room(
+    memory_url: str, options: bcp.SaveOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = os.statvfs_result((4096, 4096, *[0] * 7, 255))  # of a tmpfs with size=0
+    monkeypatch.setattr(os, "statvfs", lambda _: status)
+    handle = bcp.save(memory_url, state_of(0, 1.0), step=1, async_save=True, options=options)
+    assert handle.local(20).direct_ranks == ()
+    handle.result(20)
+    assert loads_as(memory_url, 0, 1.0)
+
+
 def test_what_the_disk_takes_still_goes_through_it(
     tmp_path: Path, stage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
