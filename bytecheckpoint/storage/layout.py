@@ -217,16 +217,16 @@ def find_checkpoint(store: Store, step: int | Literal["latest"] | None, *, locat
         return ""
     if newest is not None:
         return step_folder(newest)
+    if MANIFEST_NAME in listing:  # it may be a link to where this process may not look: that is not "no checkpoint"
+        read_manifest_bytes(store, "")
     raise _nothing_at_root(store, listing, location=location)
 
 
 def _no_step(store: Store, step: int, *, location: str) -> CheckpointNotFoundError:
-    has_data = bool(store.list(step_folder(step)))
-    others = _name_steps(store, store.list(""))
-    if has_data:
+    what, kind = f"there is no step {step} in {location}", "not_found"
+    if store.list(step_folder(step)):
         what, kind = f"step {step} in {location} {_UNFINISHED}", "not_committed"
-    else:
-        what, kind = f"there is no step {step} in {location}", "not_found"
+    others = _name_steps(store, store.list(""))
     return CheckpointNotFoundError(f"{what}; {others}", kind=kind, path=location, step=step)
 
 

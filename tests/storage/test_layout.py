@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     StorageError,
@@ -22,6 +23,7 @@ from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.deletion import discard, files_of_checkpoint
 from bytecheckpoint.storage.layout import (
+    MANIFEST_NAME,
     check_files,
     commit,
     committed_steps,
@@ -341,8 +343,35 @@ def test_a_step_that_leads_where_the_user_may_not_look_hides_no_other_step(tmp_p
             os.chmod(path, mode)
         os.seteuid(65534)
         try:
+            if not os.access(f"{folder}/root/{step_folder(1)}", os.R_OK | os.X_OK, effective_ids=True):
+                pytest.skip("folders for temporary files are private here")
             with pytest.warns(UserWarning, match="step_00000009 is left out"):
                 assert find_checkpoint(store, "latest", location="root") == step_folder(1)
+        finally:
+            os.seteuid(0)
+
+
+@pytest.mark.privileged
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(
+    ("place", "kind"), [("private", "path_escape"), ("root/private", "permission")], ids=["outside", "inside"]
+)
+def test_a_manifest_that_leads_where_the_user_may_not_look_is_not_taken_for_none(place, kind):
+    with tempfile.TemporaryDirectory() as folder:
+        os.makedirs(f"{folder}/root")
+        os.makedirs(f"{folder}/{place}")
+        os.symlink(f"{folder}/{place}/{MANIFEST_NAME}", f"{folder}/root/{MANIFEST_NAME}")
+        for path, mode in ((folder, 0o755), (f"{folder}/{place}", 0o700)):
+            os.chmod(path, mode)
+        store = LocalStore(f"{folder}/root", writer_threads=1)
+        os.seteuid(65534)
+        try:
+            if not os.access(f"{folder}/root", os.R_OK | os.X_OK, effective_ids=True):
+                pytest.skip("folders for temporary files are private here")
+            for step in (None, "latest"):
+                with pytest.raises(CheckpointError) as caught:
+                    find_checkpoint(store, step, location="root")
+                assert caught.value.kind == kind
         finally:
             os.seteuid(0)
 
