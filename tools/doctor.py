@@ -285,9 +285,12 @@ def _kept_text(check: GuaranteeCheck) -> str:
 
 def _folder_rows(features: FilesystemFeatures) -> list[tuple[str, str]]:
     yes = {True: "yes", False: "no"}
+    free = "no limit"
+    if features.free_bytes is not None:
+        free = f"{size_text(features.free_bytes)} of {size_text(features.total_bytes)}"
     return [
         ("file system", features.file_system or "not known"),
-        ("free", f"{size_text(features.free_bytes)} of {size_text(features.total_bytes)}"),
+        ("free", free),
         ("direct writes", yes[features.direct_writes]),
         ("preallocation", yes[features.preallocation]),
         ("hard links", yes[features.hard_links]),

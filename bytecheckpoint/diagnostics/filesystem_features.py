@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.storage.backends.direct_io import PAGE_BYTES, _open_direct
 from bytecheckpoint.storage.backends.file_lock import ProcessLock
-from bytecheckpoint.storage.backends.posix_files import preallocate, sync_folder, sync_to_disk
+from bytecheckpoint.storage.backends.posix_files import free_bytes, preallocate, sync_folder, sync_to_disk
 
 _NUM_SYNCS = 7
 
@@ -29,7 +29,8 @@ class FilesystemFeatures:
 
     file_system: str | None
     """Name in the kernel: ext4, xfs, nfs4, ..."""
-    free_bytes: int
+    free_bytes: int | None
+    """None if the file system has no limit; `total_bytes` is 0 then."""
     total_bytes: int
     hard_links: bool
     """True if files can be linked. With links, or a rename that does not replace, a name is created in one step."""
@@ -53,7 +54,7 @@ def probe_filesystem(folder: str) -> FilesystemFeatures:
     try:
         return FilesystemFeatures(
             file_system=_file_system(folder),
-            free_bytes=status.f_bavail * status.f_frsize,
+            free_bytes=free_bytes(folder),
             total_bytes=status.f_blocks * status.f_frsize,
             hard_links=_works(lambda: _link(path)),
             direct_writes=_works(lambda: _write_direct(path)),

@@ -150,7 +150,7 @@ def streams_to(tensors: Iterable[torch.Tensor]) -> CopyStreams:
 
 
 def copied_buffers(streams: Sequence[CopyStream], num_buffers: int, byte_length: int) -> BufferPool:
-    """Returns a few buffers to copy from: each is lent again only when the copies queued from it are done."""
+    """Returns a pool of buffers to copy from: each is lent again only when the copies queued from it are done."""
     return BufferPool(
         byte_length,
         num_buffers,

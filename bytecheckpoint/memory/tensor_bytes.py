@@ -1,5 +1,5 @@
-"""The memory of a tensor: the part that is a region, whether a file can hold it byte for byte, and its bytes. Knows
-nothing of files.
+"""The memory of a tensor: the part that is a region, its bytes, and whether they lie on the host in row-major order.
+Knows nothing of files.
 """
 
 from __future__ import annotations

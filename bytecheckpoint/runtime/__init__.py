@@ -1,1 +1,1 @@
-"""Parts for any long-running process: threads, buffers, timers, priorities. Nothing here knows a checkpoint."""
+"""Parts that read and write no checkpoint: threads, buffers, timers, priorities, progress."""

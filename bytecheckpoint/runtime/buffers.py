@@ -230,7 +230,9 @@ class Arena:
             self.changed.notify_all()
 
     def _first_fit(self, length: int) -> int | None:
-        """Returns the first byte of a gap of this length, aligned for any dtype; None if there is no such gap."""
+        """Returns the first byte of a gap of this length; None if there is none. It is aligned for any dtype, or the
+        first byte of `bounds`.
+        """
         if len(self._lent) >= self._max_parts:
             return None
         first = self._bounds.start

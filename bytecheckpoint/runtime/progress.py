@@ -33,7 +33,7 @@ class Progress:
     bytes_total: int = 0
     """Bytes of this rank in this phase; 0 in phases that count none. Bytes that other ranks pass on do not count."""
     seconds: float = 0.0
-    """Seconds since this phase began."""
+    """Seconds since this phase began; 0.0 at the end."""
 
     @property
     def bytes_per_s(self) -> float:

@@ -181,12 +181,15 @@ class ThreadPool:
     def submit(self, name: str, do: Callable[[], T]) -> Future[T]:
         """Begins `do` on a thread, as `begin` does; returns a future of what it returns or raises."""
         future: Future[T] = Future()
+        unset = [future]  # emptied: the traceback of an error leads to `run`, which must not hold the future then
 
         def run() -> None:
             try:
-                future.set_result(do())
+                result = do()
             except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
-                future.set_exception(error)
+                unset.pop().set_exception(error)
+            else:
+                unset.pop().set_result(result)
 
         self.begin(name, run)
         return future

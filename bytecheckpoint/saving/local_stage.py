@@ -19,6 +19,7 @@ from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage import stage_folder
+from bytecheckpoint.storage.backends.posix_files import free_bytes
 from bytecheckpoint.storage.object_io import BLOCK_BYTES, FileImage, copy_file, write_image
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.stage_folder import Journal, StagedFolder
@@ -101,8 +102,8 @@ class LocalStage:
         self._reused.append(name)
 
     def _has_room(self, num_bytes: int) -> bool:
-        status = os.statvfs(self.root)
-        return status.f_bavail * status.f_frsize >= num_bytes + _SPARE_BYTES
+        free = free_bytes(self.root)
+        return free is None or free >= num_bytes + _SPARE_BYTES
 
     def _warn(self) -> None:
         """Warns once that the disk is full."""

@@ -1,3 +1,3 @@
 """Named, immutable byte objects: stores, the layout of a checkpoint in one, and the data files in it. Nothing here
-knows a tensor, a rank or torch.
+knows a tensor or torch.
 """

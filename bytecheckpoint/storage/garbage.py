@@ -85,8 +85,6 @@ class Garbage:
     """One item for each save and folder."""
     unreadable: list[str]
     """Folders whose manifest cannot be read: nothing in them counts as garbage."""
-    num_committed: int
-    """Number of committed checkpoints whose manifest can be read."""
     not_looked_for: str
     """The reason why the store did not list unfinished uploads; empty if it did, or has none."""
 
@@ -95,7 +93,8 @@ def find_leftovers(store: Store, folder: str) -> Garbage:
     """Returns the files below a folder that saves have made and no committed checkpoint needs. Those of saves that
     still run are among them: use `GarbageObject.is_dead` before you remove any.
 
-    If unfinished uploads cannot be listed, they are left out; other failures raise StorageError.
+    If unfinished uploads cannot be listed, they are left out; other failures raise StorageError. The files of a single
+    save beside a committed manifest count as needed.
     """
     objects = list(inventory_of(store, folder))
     groups: dict[tuple[str, str], GarbageObject] = {}
@@ -124,7 +123,7 @@ def find_leftovers(store: Store, folder: str) -> Garbage:
             leftover.names = {name: size for name, size in leftover.names.items() if not used(save_id, name)}
     found = [leftover for leftover in groups.values() if leftover.names or leftover.uploads]
     found.sort(key=lambda leftover: (leftover.folder, leftover.save_id))
-    return Garbage(found, unreadable, len(manifests) - len(unreadable), not_looked_for)
+    return Garbage(found, unreadable, not_looked_for)
 
 
 def _pending_uploads(store: Store, folder: str) -> tuple[Sequence[PendingUpload], str]:
@@ -143,7 +142,9 @@ def _used_among(store: Store, folder: str, save_ids: Sequence[str]) -> Callable[
     """Returns a predicate of save id and object name: True if the committed checkpoint in the folder needs the
     object.
     """
-    if len(save_ids) < 2:  # all of them must be its own: no need to read the manifest
+    # The files of a single save are taken for the checkpoint's own: reading the manifest of every step would cost too
+    # much. Garbage beside a checkpoint whose files are all elsewhere, as a linked one's, is missed.
+    if len(save_ids) < 2:
         return lambda save_id, name: bool(save_id) and not is_temporary(name)
     try:
         manifest = layout.read_manifest(store, folder)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from bytecheckpoint.errors import CheckpointExistsError, StorageError
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, join_name
 from bytecheckpoint.storage.store import Store, one_block
+
+_TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "modifiedTime", "created")
+"""Keys under which backends of fsspec give the time of an object, the best first."""
 
 
 class StoredObject(NamedTuple):
@@ -67,6 +71,19 @@ def inventory_of(store: Store, folder: str) -> Iterator[StoredObject]:
         kind="unsupported",
         path=str(store),
     )
+
+
+def time_of(entry: Mapping[str, Any]) -> float | None:
+    """Returns the time in an entry of a listing of fsspec, in seconds since 1970; None if the backend gives none."""
+    value = next((entry[key] for key in _TIMES if entry.get(key)), None)
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            return None
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    return float(value) if isinstance(value, int | float) else None
 
 
 def clock_of(store: Store) -> float | None:

@@ -73,7 +73,7 @@ def root_of(path: str | os.PathLike[str], role: str | None) -> str:
 
 
 def check_step(step: object) -> int | None:
-    """Returns the step as a plain int, and None for None; numpy's integers are accepted.
+    """Returns the step as a plain int, and None for None; it may be an integer of numpy or a tensor of one.
 
     Raises CheckpointMismatchError (conflict), a ValueError, for anything else than an integer from 0 to 2^63 - 1.
     """
@@ -217,16 +217,16 @@ def find_checkpoint(store: Store, step: int | Literal["latest"] | None, *, locat
         return ""
     if newest is not None:
         return step_folder(newest)
+    if MANIFEST_NAME in listing:  # it may be a link to where this process may not look: that is not "no checkpoint"
+        read_manifest_bytes(store, "")
     raise _nothing_at_root(store, listing, location=location)
 
 
 def _no_step(store: Store, step: int, *, location: str) -> CheckpointNotFoundError:
-    has_data = bool(store.list(step_folder(step)))
-    others = _name_steps(store, store.list(""))
-    if has_data:
+    what, kind = f"there is no step {step} in {location}", "not_found"
+    if store.list(step_folder(step)):
         what, kind = f"step {step} in {location} {_UNFINISHED}", "not_committed"
-    else:
-        what, kind = f"there is no step {step} in {location}", "not_found"
+    others = _name_steps(store, store.list(""))
     return CheckpointNotFoundError(f"{what}; {others}", kind=kind, path=location, step=step)
 
 
@@ -236,7 +236,7 @@ def _nothing_at_root(store: Store, listing: Mapping[str, int | None], *, locatio
         if (step := location.rpartition("/")[2]).isdecimal():
             what += f". The folder of step {int(step)} is {step_folder(int(step))}"
         return CheckpointNotFoundError(what, kind="not_found", path=location)
-    has_steps = any(steps_below(store, "", listing))
+    has_steps = next(steps_below(store, "", listing), None) is not None
     if DATA_FOLDER in listing or (_step_folders(listing) and not has_steps):
         what, kind = f"{location} {_UNFINISHED}", "not_committed"
     else:

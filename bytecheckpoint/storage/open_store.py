@@ -10,10 +10,8 @@ from bytecheckpoint.errors import CheckpointMismatchError, StorageError
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.paths import join_name, path_text
+from bytecheckpoint.storage.paths import path_text
 from bytecheckpoint.storage.store import Store
-
-__all__ = ["is_remote", "join_name", "open_store"]
 
 _LOCAL_URL = re.compile(r"\A(?:file|local)://")
 _S3_URL = re.compile(r"\As3a?://[^/?#@:]+(?:/[^?]*)?\Z")
@@ -34,9 +32,10 @@ def open_store(
     `timeout_s` is the timeout of the save or load, by default that of LoadOptions. A store in S3 gives up a request
     earlier; other stores ignore it.
 
-    Raises CheckpointMismatchError (conflict) for storage options with a local path. Raises StorageError (unsupported)
-    for an empty path, a URL that lost a slash, a URL of S3 with a query, and a URL that no installed backend serves;
-    (unavailable) for storage options that the backend does not accept.
+    Raises CheckpointMismatchError (conflict) for storage options with a local path, and UnsafeCheckpointError
+    (path_escape) for a local path with a NUL. Raises StorageError (unsupported) for an empty path, a URL that lost a
+    slash, a URL of S3 with a query, and a URL that no installed backend serves; (unavailable) for storage options that
+    the backend does not accept.
     """
     location = expand_home(path_text(path))
     if not location:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+import secrets
 
 from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
 from bytecheckpoint.manifest.validation import UNSAFE_NAME
 
 TEMPORARY_PREFIX = ".tmp-"
 """Start of the last part of a name that is still being written; no listing shows it."""
+_MAX_SUFFIX_BYTES = 200
+"""Bytes of an object's name that its temporary name repeats; file systems end names at 255 bytes."""
+
+
+def temporary_name(last: str) -> str:
+    """Returns a new temporary name for an object; `last` is the last part of the object's name."""
+    suffix = last.encode("utf-8", "ignore")[:_MAX_SUFFIX_BYTES].decode("utf-8", "ignore")
+    return f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-{suffix}"
 
 
 def path_text(path: object) -> str:

@@ -117,7 +117,10 @@ class StagedFolder:
         for name in (JOURNAL_NAME, PENDING_NAME):
             with suppress(OSError):
                 os.unlink(os.path.join(self.path, name))
-        shutil.rmtree(self.path, ignore_errors=True)
+        data = os.path.join(self.path, DATA_FOLDER)
+        shutil.rmtree(data, ignore_errors=True)
+        if not os.path.lexists(data):  # the lock file goes last: `scan` leaves out a folder without it
+            shutil.rmtree(self.path, ignore_errors=True)
         self.close()
 
     def close(self) -> None:
@@ -316,6 +319,4 @@ def remove_all(root: str, names: Sequence[str]) -> list[str]:
 def _cannot_use(root: str, error: OSError) -> CheckpointError:
     refused = write_error(error, root, reason=describe(error), needed_bytes=0, free_bytes=None)
     message = f"the local stage cannot be used: {refused.message}; set SaveOptions.local_stage to a folder of a disk "
-    return (StorageError if isinstance(refused, StorageError) else type(refused))(
-        f"{message}of this host that this process may write to", kind=refused.kind, path=root
-    )
+    return type(refused)(f"{message}of this host that this process may write to", kind=refused.kind, path=root)

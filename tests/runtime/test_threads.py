@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from queue import SimpleQueue
 
 import pytest
@@ -71,6 +73,27 @@ def test_a_thread_that_cannot_start_is_an_error_and_nothing_is_done(monkeypatch:
             threads.begin("fail", lambda: done.append(1))
     thread_of_a_job(threads)
     assert done == []
+
+
+def test_the_error_of_a_future_is_freed_with_it_without_a_collection() -> None:
+    class JobError(Exception): ...
+
+    def fail() -> None:
+        raise JobError
+
+    threads = ThreadPool(is_awaited=False)
+    gc.collect()
+    gc.disable()
+    try:
+        future = threads.submit("at work", fail)
+        error = weakref.ref(future.exception(WAIT_S))  # type: ignore[type-var]
+        del future
+        deadline = time.monotonic() + WAIT_S
+        while error() is not None and time.monotonic() < deadline:  # until the thread has left the job
+            time.sleep(0.001)
+        assert error() is None
+    finally:
+        gc.enable()
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:

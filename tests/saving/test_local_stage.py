@@ -28,6 +28,7 @@ from bytecheckpoint.storage import layout, stage_folder
 from bytecheckpoint.storage.backends import direct_io
 from bytecheckpoint.storage.backends.file_lock import ProcessLock
 from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.storage.store import one_block
 
 UPLOADING = Seam(local_stage_module, "copy_file")
 
@@ -217,6 +218,17 @@ def test_a_full_disk_costs_no_checkpoint(
     assert local.direct_ranks == (0,)
     (warning,) = (text for text in caplog.messages if "has no room for all of this save" in text)
     assert f"is written to {memory_url}/step_00000001 directly" in warning
+    assert loads_as(memory_url, 0, 1.0)
+
+
+def test_a_file_system_without_a_limit_has_room(
+    memory_url: str, options: bcp.SaveOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = os.statvfs_result((4096, 4096, *[0] * 7, 255))  # of a tmpfs with size=0
+    monkeypatch.setattr(os, "statvfs", lambda _: status)
+    handle = bcp.save(memory_url, state_of(0, 1.0), step=1, async_save=True, options=options)
+    assert handle.local(20).direct_ranks == ()
+    handle.result(20)
     assert loads_as(memory_url, 0, 1.0)
 
 
@@ -464,6 +476,30 @@ def test_a_look_into_the_stage_does_not_disturb_a_save_that_begins(
     assert seen == [None]
     assert [found.is_alive for found in stage_folder.scan(str(stage))] == [True]
     folder.remove()
+    assert files_under(stage) == []
+
+
+def test_a_folder_whose_files_cannot_be_removed_yet_is_found_again(
+    stage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = stage_folder.Journal(
+        save_id="0" * 16, rank=0, num_ranks=1, root="/run", folder="", step=None, overwrite=False
+    )
+    folder = stage_folder.create(str(stage), journal, writer_threads=1)
+    folder.store.write("data/x", one_block(b"1"), replace=False)
+    unlink = os.unlink
+
+    def fail(path: str, **keywords: Any) -> None:
+        if path == "x":
+            raise OSError(errno.EIO, "input/output error")
+        unlink(path, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", fail)
+        folder.remove()
+    (found,) = stage_folder.scan(str(stage))
+    assert (found.is_alive, found.journal, found.sizes) == (False, None, {"data/x": 1})
+    assert stage_folder.remove_all(str(stage), [found.name]) == [found.name]
     assert files_under(stage) == []
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import tempfile
 import uuid
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     StorageError,
@@ -20,6 +23,7 @@ from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.deletion import discard, files_of_checkpoint
 from bytecheckpoint.storage.layout import (
+    MANIFEST_NAME,
     check_files,
     commit,
     committed_steps,
@@ -176,6 +180,13 @@ def test_steps_where_a_checkpoint_was_expected(store):
     assert "step=..." in str(error)
 
 
+def test_step_0_alone_is_a_finished_save_where_a_checkpoint_was_expected(store):
+    _commit(store, 0)
+    error = _not_found(store, None)
+    assert error.kind == "not_found"
+    assert "newest first: 0" in str(error)
+
+
 def test_something_else_at_the_path(store):
     put(store, "holiday.jpg", b"x")
     error = _not_found(store, "latest")
@@ -318,6 +329,51 @@ def test_a_commit_that_cannot_tell_whom_it_meets_does_not_say_that_it_is_another
     faulty = FaultyStore(store, fail_at=1, fault=Fault.AFTER, make_error=lambda: next(errors), broken_from_then_on=True)
     with pytest.raises(StorageError):
         commit(faulty, "s", b"mine", replace=False)
+
+
+@pytest.mark.privileged
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_step_that_leads_where_the_user_may_not_look_hides_no_other_step(tmp_path):
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path lies below a folder that only its owner may open
+        store = LocalStore(f"{folder}/root", writer_threads=1)
+        _commit(store, 1)
+        os.makedirs(f"{folder}/private/step")
+        os.symlink(f"{folder}/private/step", f"{folder}/root/{step_folder(9)}")
+        for path, mode in ((folder, 0o755), (f"{folder}/private", 0o700)):
+            os.chmod(path, mode)
+        os.seteuid(65534)
+        try:
+            if not os.access(f"{folder}/root/{step_folder(1)}", os.R_OK | os.X_OK, effective_ids=True):
+                pytest.skip("folders for temporary files are private here")
+            with pytest.warns(UserWarning, match="step_00000009 is left out"):
+                assert find_checkpoint(store, "latest", location="root") == step_folder(1)
+        finally:
+            os.seteuid(0)
+
+
+@pytest.mark.privileged
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(
+    ("place", "kind"), [("private", "path_escape"), ("root/private", "permission")], ids=["outside", "inside"]
+)
+def test_a_manifest_that_leads_where_the_user_may_not_look_is_not_taken_for_none(place, kind):
+    with tempfile.TemporaryDirectory() as folder:
+        os.makedirs(f"{folder}/root")
+        os.makedirs(f"{folder}/{place}")
+        os.symlink(f"{folder}/{place}/{MANIFEST_NAME}", f"{folder}/root/{MANIFEST_NAME}")
+        for path, mode in ((folder, 0o755), (f"{folder}/{place}", 0o700)):
+            os.chmod(path, mode)
+        store = LocalStore(f"{folder}/root", writer_threads=1)
+        os.seteuid(65534)
+        try:
+            if not os.access(f"{folder}/root", os.R_OK | os.X_OK, effective_ids=True):
+                pytest.skip("folders for temporary files are private here")
+            for step in (None, "latest"):
+                with pytest.raises(CheckpointError) as caught:
+                    find_checkpoint(store, step, location="root")
+                assert caught.value.kind == kind
+        finally:
+            os.seteuid(0)
 
 
 def test_a_step_that_leads_elsewhere_hides_no_other_step(tmp_path):

@@ -393,6 +393,52 @@ def test_a_folder_that_a_delete_takes_in_between_is_made_again(store, monkeypatc
     assert get(store, "a/x", 1) == b"1"
 
 
+def test_a_folder_that_a_delete_takes_before_the_one_below_it_is_made_is_made_again(store, monkeypatch, tmp_path):
+    real, raced = posix_files.sync_folder, []
+
+    def sync_folder(folder):
+        real(folder)
+        if not raced and os.path.isdir(taken := os.path.join(folder, "step")):
+            raced.append(taken)
+            os.rmdir(taken)
+
+    monkeypatch.setattr(posix_files, "sync_folder", sync_folder)
+    put(store, "step/data/x", b"1")
+    assert raced
+    assert get(store, "step/data/x", 1) == b"1"
+
+
+@pytest.mark.parametrize(
+    "name", ["e" * 255, "\u00e9" * 127, "\U0001f600" * 63], ids=["1 byte each", "2 bytes each", "4 bytes each"]
+)
+def test_a_name_as_long_as_the_file_system_takes_is_written(store, name):
+    put(store, f"folder/{name}", b"1")
+    assert store.list("folder") == {name: 1}
+
+
+def test_a_look_into_a_folder_outside_the_root_is_refused(store, tmp_path):
+    put(store, "step/manifest.bcp", b"1")
+    (tmp_path / "manifest.bcp").write_bytes(b"1")
+    with pytest.raises(UnsafeCheckpointError):
+        store.in_folders([".."], "manifest.bcp")
+    assert store.in_folders(["step", ""], "manifest.bcp") == [True, False]
+
+
+def test_an_inventory_that_cannot_list_a_folder_names_it(store, monkeypatch, tmp_path):
+    put(store, "step/data/x", b"1")
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("data"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(StorageError, match="step/data") as caught:
+        list(store.inventory(""))
+    assert caught.value.kind == "permission"
+
+
 @pytest.mark.parametrize("renameat2", [True, False])
 def test_without_hard_links_a_taken_name_is_still_refused(tmp_path, monkeypatch, renameat2):
     monkeypatch.setattr(os, "link", _raising(errno.EPERM))
@@ -599,6 +645,12 @@ def test_a_full_disk(mounted, num_bytes):
     assert store.list("") == {"old": 500_000, "step": None}
     assert store.list("step") == {}
     put(store, "step/small", b"fits again" * 1000)
+
+
+@pytest.mark.privileged
+@pytest.mark.parametrize("arguments", [("-t", "tmpfs", "-o", "size=0", "none"), ("-t", "ramfs", "none")])
+def test_the_free_space_of_a_file_system_without_a_limit_is_unknown(mounted, arguments):
+    assert LocalStore(str(mounted(*arguments) / "new"), writer_threads=1).free_bytes is None
 
 
 @pytest.mark.privileged

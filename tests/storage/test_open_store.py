@@ -7,7 +7,8 @@ import pytest
 from bytecheckpoint.errors import CheckpointMismatchError, StorageError, UnsafeCheckpointError
 from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
 from bytecheckpoint.storage.backends.local_store import LocalStore
-from bytecheckpoint.storage.open_store import join_name, open_store
+from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import full_location
 
 from .store_contract import put

@@ -1,5 +1,5 @@
 """The contract of stores on servers that speak other languages than S3: WebDAV in this process, Azure's where there is
-an emulator.
+an emulator; and reads from a web server.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import pytest
+import torch
 from reserved_port import reserved_port
 
-from bytecheckpoint.errors import CheckpointError, CheckpointExistsError
+import bytecheckpoint as bcp
+from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, StorageError
 from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
 
 from .store_contract import StoreContract, get, pattern, put
@@ -117,6 +121,87 @@ def test_a_webdav_server_where_nobody_listens():
     pytest.importorskip("webdav4")
     with reserved_port() as port, pytest.raises(CheckpointError, match="refused"):
         FsspecStore("webdav://x", {"base_url": f"http://127.0.0.1:{port}"}).check_writable()
+
+
+class _WebServer(SimpleHTTPRequestHandler):
+    """Lists folders, without sizes."""
+
+    def log_message(self, *_args: object) -> None:
+        pass
+
+
+class _WebServerWithRanges(_WebServer):
+    def do_GET(self) -> None:
+        first, _, last = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
+        if not first:
+            super().do_GET()
+            return
+        content = Path(self.translate_path(self.path)).read_bytes()
+        part = content[int(first) : int(last) + 1]
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}")
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+
+
+class _WebServerThatSorts(_WebServerWithRanges):
+    def list_directory(self, path: str) -> None:
+        links = ["?C=N;O=D", "?C=M;O=A", "/", "#top", "mailto:someone@example.org"]
+        links += [f"{found.name}/" if found.is_dir() else found.name for found in Path(path).iterdir()]
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.writelines(f'<a href="{link}">a link</a>\n'.encode() for link in links)
+
+
+class _WebServerWithoutLengths(_WebServer):
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword != "Content-Length":
+            super().send_header(keyword, value)
+
+
+@contextmanager
+def _serving_files(folder: Path, handler: type[_WebServer]) -> Iterator[str]:
+    pytest.importorskip("aiohttp")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("step", [None, 4])
+@pytest.mark.parametrize("server", [_WebServerWithRanges, _WebServerThatSorts])
+def test_a_checkpoint_on_a_web_server_whose_listings_have_no_sizes_is_read(tmp_path, server, step):
+    bcp.save(tmp_path / "run", {"x": torch.arange(1000)}, step=step)
+    with _serving_files(tmp_path, server) as url:
+        state = {"x": torch.zeros(1000, dtype=torch.int64)}
+        bcp.load(f"{url}/run", state)
+    assert torch.equal(state["x"], torch.arange(1000))
+
+
+def test_a_web_server_that_tells_no_length_is_named_without_the_password(tmp_path):
+    bcp.save(tmp_path / "run", {"x": torch.arange(1000)})
+    with (
+        _serving_files(tmp_path, _WebServerWithoutLengths) as url,
+        pytest.raises(StorageError, match="run/m") as caught,
+    ):
+        bcp.load(f"{url.replace('://', '://user:of+nobody@')}/run", {"x": torch.zeros(1000, dtype=torch.int64)})
+    assert caught.value.kind == "unsupported"
+    assert "does not tell the length" in str(caught.value)
+    assert "of+nobody" not in str(caught.value)
+
+
+def test_a_web_server_that_sends_more_than_a_range_is_told_from_a_damaged_file(tmp_path):
+    bcp.save(tmp_path / "run", {"x": torch.arange(1000)})
+    with _serving_files(tmp_path, _WebServer) as url, pytest.raises(StorageError, match="it sent") as caught:
+        bcp.load(f"{url}/run", {"x": torch.zeros(1000, dtype=torch.int64)})
+    assert caught.value.kind == "unsupported"
 
 
 _ACCOUNT = "devstoreaccount1"

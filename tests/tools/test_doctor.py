@@ -5,6 +5,7 @@ it measured.
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from broken_stores import ForgetfulStore
 from faults.seams import Seam, before, files_under, raising
 from fsspec.implementations.memory import MemoryFileSystem
 
+from bytecheckpoint.diagnostics.filesystem_features import probe_filesystem
 from bytecheckpoint.diagnostics.store_speed import Latency, Speed
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.options import LoadOptions, SaveOptions
@@ -41,6 +43,13 @@ def test_a_folder_is_examined_and_left_as_it_was(call, tmp_path) -> None:
     assert found.json["folder"]["locks"]
     assert files_under(tmp_path) == ["mine"]
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_file_system_without_a_limit_is_not_full(call, tmp_path, monkeypatch) -> None:
+    status = os.statvfs_result((4096, 4096, *[0] * 7, 255))  # of a tmpfs with size=0
+    monkeypatch.setattr(os, "statvfs", lambda _: status)
+    assert "no limit" in call("doctor", tmp_path, *QUICK).out
+    assert probe_filesystem(str(tmp_path)).free_bytes is None
 
 
 def test_a_folder_that_does_not_exist_is_not_made(call, tmp_path) -> None:

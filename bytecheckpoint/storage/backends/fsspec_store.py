@@ -5,11 +5,12 @@ checks that answers are complete. It uses no transaction of fsspec: that would a
 from __future__ import annotations
 
 import errno
+import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Protocol
 
 import fsspec.core
@@ -30,7 +31,7 @@ from bytecheckpoint.storage.backends.posix_errors import (
     write_error,
 )
 from bytecheckpoint.storage.credentials import contains_secret, describe_safely, find_secrets, showable_url
-from bytecheckpoint.storage.inventory import StoredObject
+from bytecheckpoint.storage.inventory import StoredObject, time_of
 from bytecheckpoint.storage.object_io import count_bytes
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, join_name
 from bytecheckpoint.storage.store import Access, FillHook, one_block
@@ -43,8 +44,8 @@ _MAX_READS = 10
 _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
 """Figures of an object store in the same region."""
 
-_TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "modifiedTime", "created")
-"""Keys under which backends give the time of an object, the best first."""
+_NO_OBJECT = re.compile("[?#:]")
+"""In a web server's listing, which has no sizes: links to itself in another order, to parts of the page, to people."""
 
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "'bytecheckpoint[s3fs]'"),
@@ -148,6 +149,8 @@ class FsspecStore:
         path, shown, end = self._path(name), self._show(name), byte_offset + byte_length
         with self._translated(shown, self._range_error(path, end)):
             data: bytes = self._fs.cat_file(path, start=byte_offset, end=end, **self._no_read_ahead())
+        if len(data) > byte_length:
+            raise read_error(NotImplementedError(), shown, reason=f"it sent {len(data)} bytes, not {byte_length}")
         if len(data) != byte_length:
             with self._translated(shown, read_error):
                 self._info(path)  # it may have been deleted meanwhile
@@ -163,7 +166,7 @@ class FsspecStore:
         path, shown, options = self._path(name), self._show(name), self._no_read_ahead()
         for _ in range(_MAX_READS):
             with self._translated(shown, read_error):
-                before = self._info(path)
+                before = self._info(path, needs_size=True)
                 if int(before["size"]) > max_bytes:
                     raise too_long(shown, int(before["size"]), max_bytes)
                 content: bytes = self._fs.cat_file(path, **options)
@@ -186,6 +189,7 @@ class FsspecStore:
                 return {}
             raise
         sizes: dict[str, int | None] = {}
+        unsized: list[str] = []
         for entry in entries:
             entry_path = str(entry["name"]).strip("/")
             is_folder = entry["type"] == "directory"
@@ -194,13 +198,24 @@ class FsspecStore:
                     continue  # an object that marks a folder: consoles make them
                 raise is_a_file(shown)
             last = entry_path.rpartition("/")[2]
-            if not last.startswith(TEMPORARY_PREFIX):
-                sizes[last] = sizes.get(last) if is_folder else int(entry["size"])
-        return sizes
+            if last.startswith(TEMPORARY_PREFIX):
+                continue
+            if is_folder:
+                sizes.setdefault(last, None)
+            elif (size := entry.get("size")) is not None:
+                sizes[last] = int(size)
+            elif not _NO_OBJECT.search(last):
+                unsized.append(last)
+        lengths = map_jobs(lambda last: self._length(join_name(folder, last)), unsized, num_threads=_LOOKS_IN_FLIGHT)
+        return sizes | dict(zip(unsized, lengths, strict=True))
+
+    def _length(self, name: str) -> int:
+        with self._translated(self._show(name), read_error):
+            return int(self._info(self._path(name), needs_size=True)["size"])
 
     def list_many(self, folders: Sequence[str]) -> Sequence[Mapping[str, int | None] | None]:
-        """Implements `SupportsListMany`: goes through fsspec's memory once, which `list` does for each folder. Returns
-        None for each folder of other backends.
+        """Implements `SupportsListMany`: goes through a `memory://` store once, which `list` does for each folder.
+        Returns None for each folder of other backends.
         """
         if not isinstance(self._fs, MemoryFileSystem):
             return [None] * len(folders)
@@ -210,12 +225,12 @@ class FsspecStore:
             for depth in range(1, len(parts)):
                 listing = listings.get("/".join(parts[:depth]))
                 if listing is not None and not parts[depth].startswith(TEMPORARY_PREFIX):
-                    listing[parts[depth]] = stored.num_bytes if depth == len(parts) - 1 else None
+                    listing[parts[depth]] = stored.num_bytes if depth == len(parts) - 1 else listing.get(parts[depth])
         return [listings[folder] or None for folder in folders]  # an empty listing may be an object's
 
     def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
-        """Implements `SupportsInFolders`: reads one byte of each object. In fsspec's memory, a listing would go through
-        the whole store. Returns None for each folder of a backend that reads through an open file, in several requests.
+        """Implements `SupportsInFolders`: reads one byte of each object; a listing would go through a whole `memory://`
+        store. Returns None for each folder if the backend reads through an open file, which takes several requests.
         """
         if self._no_read_ahead():
             return [None] * len(folders)
@@ -233,7 +248,7 @@ class FsspecStore:
             return None
 
     def delete(self, name: str) -> None:
-        with suppress(CheckpointNotFoundError), self._translated(self._show(name), _delete_error):
+        with suppress(CheckpointNotFoundError), self._translated(self._show(name), partial(read_error, doing="delete")):
             self._fs.rm_file(self._path(name))
 
     def check_replaceable(self) -> None:
@@ -271,13 +286,13 @@ class FsspecStore:
         try:
             with self._translated(self._shown, read_error):
                 self._fs.invalidate_cache()
-                found = self._fs.find(join_name(self._root, folder), detail=True)
+                found = self._fs.find(self._path(folder) if folder else self._root, detail=True)
         except CheckpointNotFoundError:
             return
         for path, entry in found.items():
             name = str(path).strip("/").removeprefix(root).strip("/")
             if name:
-                yield StoredObject(name, int(entry.get("size") or 0), _time_of(entry))
+                yield StoredObject(name, int(entry.get("size") or 0), time_of(entry))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_name(name)}"
@@ -300,11 +315,13 @@ class FsspecStore:
         is_through_file = getattr(self._fs.cat_file, "__func__", None) is AbstractFileSystem.cat_file
         return {"cache_type": "none"} if is_through_file else {}
 
-    def _info(self, path: str) -> Mapping[str, Any]:
+    def _info(self, path: str, *, needs_size: bool = False) -> Mapping[str, Any]:
         self._fs.invalidate_cache(path)
         info: Mapping[str, Any] = self._fs.info(path)
         if info["type"] == "directory":
             raise FileNotFoundError(errno.ENOENT, "it is a folder", path)
+        if needs_size and info.get("size") is None:
+            raise NotImplementedError("it does not tell the length of this object")
         return info
 
     def _has_object(self, path: str) -> bool:
@@ -321,8 +338,8 @@ class FsspecStore:
     def _range_error(self, path: str, wanted_end: int) -> _ToError:
         def to_error(error: BaseException, shown: str, *, reason: str) -> CheckpointError:
             # A range that starts behind the end is an error of the backend's own, not a short answer.
-            with suppress(CheckpointError, TypeError), self._translated(shown, read_error):
-                size = int(self._info(path)["size"])
+            with suppress(CheckpointError), self._translated(shown, read_error):
+                size = int(self._info(path, needs_size=True)["size"])
                 if size < wanted_end:
                     return truncated(shown, wanted_end=wanted_end, found_end=size)
             return read_error(error, shown, reason=reason)
@@ -373,22 +390,5 @@ def _endpoint_of(fs: AbstractFileSystem, options: Mapping[str, object]) -> str:
     return ", ".join(showable_url(str(given[name])).rstrip("/") for name in _ENDPOINT_OPTIONS if given.get(name))
 
 
-def _time_of(entry: Mapping[str, Any]) -> float | None:
-    """Returns the time of an object in seconds since 1970; None if the backend gives none."""
-    value = next((entry[key] for key in _TIMES if entry.get(key)), None)
-    if isinstance(value, str):
-        try:
-            value = datetime.fromisoformat(value)
-        except ValueError:
-            return None
-    if isinstance(value, datetime):
-        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-    return float(value) if isinstance(value, int | float) else None
-
-
 def _list_error(error: BaseException, shown: str, /, *, reason: str) -> CheckpointError:
     return is_a_file(shown) if isinstance(error, NotADirectoryError) else read_error(error, shown, reason=reason)
-
-
-def _delete_error(error: BaseException, shown: str, /, *, reason: str) -> CheckpointError:
-    return read_error(error, shown, reason=reason, doing="delete")

@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import inspect
 import io
-import secrets
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from fsspec.spec import AbstractBufferedFile
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage.object_io import open_block
-from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
+from bytecheckpoint.storage.paths import temporary_name
 
 _WHOLE_BYTES = 32 << 20
 """Up to this size an object is sent in one call, whatever the backend."""
@@ -158,7 +157,7 @@ def _abandon(file: Any, backend: BackendContext) -> None:
 def _send_and_move(fs: Any, upload: FsspecUpload, blocks: Sequence[Block], backend: BackendContext) -> None:
     """Writes the object under a temporary name, then moves it to its own."""
     folder, _, name = upload.path.rpartition("/")
-    temporary = f"{folder}/{TEMPORARY_PREFIX}{secrets.token_hex(8)}-{name[:200]}"
+    temporary = f"{folder}/{temporary_name(name)}"
     with backend():
         fs.makedirs(folder, exist_ok=True)
         file = fs.open(temporary, "wb")

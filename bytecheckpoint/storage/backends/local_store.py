@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -42,11 +41,9 @@ from bytecheckpoint.storage.backends.posix_files import (
 )
 from bytecheckpoint.storage.inventory import StoredObject
 from bytecheckpoint.storage.object_io import count_bytes, take_blocks
-from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, path_escape
+from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, path_escape, temporary_name
 from bytecheckpoint.storage.store import Access, FillHook, PiecesHook
 
-_MAX_SUFFIX = 200
-"""Characters of an object's name that its temporary file repeats; names end at 255 bytes."""
 _FOLDER_SIZE = -1
 _LOOKERS = 16
 _LOOKUPS_PER_JOB = 64
@@ -162,9 +159,10 @@ class LocalStore:
         """Returns True if an ordinary file of this name is in the folder, False if not, None if only a listing can
         tell.
         """
+        if folder:
+            check_name(folder)
         try:
-            if os.path.dirname(folder):
-                self._resolve(os.path.dirname(check_name(folder)))
+            self._resolve(os.path.dirname(folder))
         except OSError:  # a link that was removed meanwhile
             return None
         return has_file(f"{self._root}/{folder}", name)
@@ -222,8 +220,9 @@ class LocalStore:
 
         def on_error(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):
-                raise read_error(error, self._root, reason=describe(error), doing="list") from error
+                raise read_error(error, error.filename, reason=describe(error), doing="list") from error
 
+        self._resolve(check_name(folder) if folder else "")
         for path, _, names in os.walk(os.path.join(self._root, folder), onerror=on_error):
             relative_folder = os.path.relpath(path, self._root)
             for name in names:
@@ -268,14 +267,13 @@ class LocalStore:
     def _create_temporary(self, path: str) -> tuple[str, int]:
         """Returns the path and descriptor of a new file in the folder of `path`, so that publishing moves no data."""
         folder, name = os.path.split(path)
-        temporary = os.path.join(folder, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-{name[:_MAX_SUFFIX]}")
+        temporary = os.path.join(folder, temporary_name(name))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        make_folders(folder)
-        try:
-            return temporary, os.open(temporary, flags, 0o666)
-        except FileNotFoundError:  # another writer's `delete` took the folder while it was still empty
+        with suppress(FileNotFoundError):  # another writer's `delete` took a folder while it was still empty
             make_folders(folder)
             return temporary, os.open(temporary, flags, 0o666)
+        make_folders(folder)
+        return temporary, os.open(temporary, flags, 0o666)
 
     def _fill(self, file: DirectFile, blocks: Sequence[Block], writing: _WriteErrors) -> None:
         """Writes the blocks, makes them durable and closes the file in any case."""
@@ -374,13 +372,16 @@ def _opened(path: str) -> Iterator[tuple[int, int]]:
 
 def _size(entry: os.DirEntry[str]) -> int | None:
     """Returns the size in bytes of an ordinary file, or of the one that a link leads to; _FOLDER_SIZE for a link to a
-    folder; None for anything else, such as a pipe, a vanished entry, or a link to nothing or to itself.
+    folder, or to where this process may not look; None for anything else, such as a pipe, a vanished entry, or a link
+    to nothing or to itself.
     """
     try:
         status = entry.stat()
     except FileNotFoundError:
         return None
     except OSError as error:
+        if error.errno == errno.EACCES and entry.is_symlink():
+            return _FOLDER_SIZE
         if error.errno != errno.ELOOP:
             raise
         return None

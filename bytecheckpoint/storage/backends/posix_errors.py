@@ -1,5 +1,5 @@
-"""Errors of stores: error numbers become this library's errors here, except those of locks. Knows no store; `path` is
-the path that a message shows, `reason` the backend's message.
+"""Errors of stores: error numbers become this library's errors here, except those of locks and memory roots. Knows no
+store; `path` is the path that a message shows, `reason` the backend's message.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def write_some(fd: int, content: memoryview, byte_offset: int) -> int:
 
 
 def read_fully(fd: int, byte_offset: int, buffer: memoryview, on_filled: FillHook | None = None) -> int:
-    """Fills the buffer from `byte_offset` on. Returns the number of bytes, which is smaller if the file ends early."""
+    """Fills the buffer with a file's bytes from `byte_offset` on; returns how many, fewer if the file ends early."""
     filled = 0
     step_bytes = _MAX_CALL_BYTES if on_filled is None else _CACHED_BYTES
     while filled < buffer.nbytes:
@@ -82,7 +82,7 @@ def read_fully(fd: int, byte_offset: int, buffer: memoryview, on_filled: FillHoo
 
 
 def read_pieces(fd: int, byte_offset: int, buffers: Sequence[memoryview], on_filled: PiecesHook) -> int:
-    """Fills buffers, none of them empty, with what follows from `byte_offset` on. Returns the number of bytes like
+    """Fills buffers, none of them empty, with a file's bytes from `byte_offset` on. Returns their number like
     `read_fully`.
     """
     filled = first = 0
@@ -148,7 +148,8 @@ def free_bytes(folder: str) -> int | None:
         folder = os.path.dirname(folder)
     with suppress(OSError):
         status = os.statvfs(folder)
-        return status.f_bavail * status.f_frsize
+        if status.f_blocks:  # else it counts none, as a tmpfs without a limit
+            return status.f_bavail * status.f_frsize
     return None
 
 

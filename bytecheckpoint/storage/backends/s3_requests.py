@@ -123,7 +123,7 @@ class S3Requests:
         """Operations and conditions of a write (`IfMatch`, `IfNoneMatch`) that the service is known not to support."""
         self._has_answered = client.has_answered
         self._has_given_up = False
-        """True if the last request was retried in vain for all of its time."""
+        """True if the last request to end was given up although a retry might have helped."""
         self._backoff = ServiceBackoff()
 
     def send(self, operation: str, **parameters: Any) -> Mapping[str, Any]:

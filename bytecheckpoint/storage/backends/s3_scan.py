@@ -75,5 +75,5 @@ def _listings_in(page: _Page, prefixes: Sequence[str]) -> Iterator[tuple[str, Ma
         listing: dict[str, int | None] = {}
         for key, size in zip(page.keys[first:stop], page.sizes[first:stop], strict=True):
             name, is_folder, _ = key[len(prefix) :].partition("/")
-            listing[name] = None if is_folder else size
+            listing[name] = listing.get(name) if is_folder else size
         yield prefix, listing

@@ -55,6 +55,10 @@ _URL = re.compile(r"\As3a?://([^/?#@:]+)(?:/(.*))?\Z", re.DOTALL)
 _AMAZON = re.compile(r"\.(?:amazonaws\.com(?:\.cn)?|api\.aws)(?::\d+)?\Z")
 _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
 """Figures of a bucket in the same region, through one connection."""
+_CREDENTIALS = (
+    *("key", "username", "secret", "password", "token"),
+    *("aws_access_key_id", "aws_secret_access_key", "aws_session_token"),
+)
 _DELETE_MANY = "delete_objects"
 _MAX_DELETIONS = 1000
 """Number of objects that one such request may name."""
@@ -168,11 +172,10 @@ class S3Store:
         sizes: dict[str, int | None] = {}
         with self._translated(shown, doing="list"):
             for page in self._pages("list_objects_v2", Prefix=prefix, Delimiter="/"):
-                folders = [str(entry["Prefix"]).removesuffix("/") for entry in page.get("CommonPrefixes", ())]
-                objects = {str(entry["Key"]): int(entry["Size"]) for entry in page.get("Contents", ())}
-                sizes |= {path[len(prefix) :]: None for path in folders} | {
-                    path[len(prefix) :]: size for path, size in objects.items()
-                }
+                for entry in page.get("CommonPrefixes", ()):  # an object of that name may be on the page before
+                    sizes.setdefault(str(entry["Prefix"])[len(prefix) :].removesuffix("/"), None)
+                for entry in page.get("Contents", ()):
+                    sizes[str(entry["Key"])[len(prefix) :]] = int(entry["Size"])
             if not sizes and prefix and self._requests.head(prefix.removesuffix("/"), self._policy()) is not None:
                 raise is_a_file(shown)
         return _shown_names(sizes)
@@ -367,9 +370,11 @@ def _shown_names(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
 
 def _check_credentials(options: Mapping[str, object]) -> None:
     """Raises TypeError for credentials that are not text: signing a request would fail with an unclear error."""
-    for name in ("key", "secret", "token"):
-        if not isinstance(options.get(name), str | None):
-            raise TypeError(f"storage_options[{name!r}] is of type {type(options[name]).__name__}, and has to be a str")
+    client_arguments = options.get("client_kwargs")
+    given = {**(client_arguments if isinstance(client_arguments, Mapping) else {}), **options}
+    for name in _CREDENTIALS:
+        if not isinstance(given.get(name), str | None):
+            raise TypeError(f"storage_options[{name!r}] is of type {type(given[name]).__name__}, and has to be a str")
 
 
 def _message(failed: FailedRequestError) -> Exception:

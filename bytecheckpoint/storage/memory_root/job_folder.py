@@ -172,14 +172,24 @@ def find_jobs(root: str) -> list[tuple[JobFolder, JobDescription]]:
         host = _read_host(root)
         for name in filter(_ID.match, names):
             path = os.path.join(root, name)
-            if host is None or os.lstat(path).st_uid != os.geteuid():
+            if host is None or not _is_own(path):
                 continue
-            _check_private(path)
             description = JobDescription("(unknown)", os.geteuid())
             with suppress(OSError, msgspec.MsgspecError), open(os.path.join(path, _DESCRIPTION), "rb") as file:
                 description = msgspec.json.decode(file.read(), type=JobDescription)
             found.append((JobFolder(root, path, host), description))
     return found
+
+
+def _is_own(path: str) -> bool:
+    """Returns True for a job's folder of this user, False for another's or one that is gone. Raises StorageError
+    (permission) if it is this user's and others can open it.
+    """
+    with suppress(FileNotFoundError):
+        if os.lstat(path).st_uid == os.geteuid():
+            _check_private(path)
+            return True
+    return False
 
 
 def is_in_memory(root: str) -> bool:

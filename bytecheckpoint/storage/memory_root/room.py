@@ -35,8 +35,8 @@ def check_room(root: str, new_bytes: int, *, held_bytes: int, max_bytes: int | N
     limits = [*_file_system(root), *_host_memory(), *container_limits()]
     if max_bytes is not None:
         limits.append(RoomLimit(max_bytes - held_bytes + _SPARE_BYTES, f"Memory(max_bytes={max_bytes})", "raise it"))
-    least = min(limits)
-    if new_bytes + _SPARE_BYTES <= least.free_bytes or not new_bytes:
+    least = min(limits, default=None)
+    if least is None or new_bytes + _SPARE_BYTES <= least.free_bytes or not new_bytes:
         return
     need, outcome, without = "the memory checkpoints of this rank need", "nothing was written, and ", "without Memory"
     slots = ", two slots of which one is always whole,"
@@ -54,6 +54,8 @@ def check_room(root: str, new_bytes: int, *, held_bytes: int, max_bytes: int | N
 def _file_system(root: str) -> Iterator[RoomLimit]:
     status = os.statvfs(root)
     free_bytes, total_bytes = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    if not total_bytes:  # it has no limit, as a tmpfs with size=0, or a ramfs
+        return
     advice = "free space there (`bcp gc --memory` lists what ended jobs left), or mount it larger"
     if total_bytes <= _CONTAINER_BYTES:
         advice = (

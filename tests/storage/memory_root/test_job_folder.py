@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,15 @@ def test_a_process_that_looks_for_others_does_not_keep_one_from_joining(
     assert [each.name for each in job.living()] == [process.name]
     assert looked == [process.name]
     lock.release()
+
+
+def test_a_job_whose_folder_is_removed_meanwhile_does_not_hide_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = open_job(str(tmp_path), "/ckpt")
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda folder: [*listdir(folder), "0123456789abcdef"])
+    assert [found for found, _ in find_jobs(str(tmp_path))] == [job]
 
 
 def test_nobody_else_reads_what_memory_holds(tmp_path: Path) -> None:

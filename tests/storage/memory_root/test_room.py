@@ -92,6 +92,17 @@ def test_a_file_system_without_room_is_refused_with_what_helps(
     check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=None, is_copy=False)
 
 
+def test_a_file_system_without_a_limit_refuses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=0)  # of a tmpfs with size=0, and of a ramfs
+    monkeypatch.setattr(room, "os", SimpleNamespace(statvfs=lambda _: status))
+    check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=None)
+    with pytest.raises(bcp.CheckpointSaveError, match=r"Memory\(max_bytes"):
+        check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=10 * MIB)
+    for limits in ("_host_memory", "container_limits"):
+        monkeypatch.setattr(room, limits, list)
+    check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=None)
+
+
 def test_a_full_root_refuses_the_save_and_keeps_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = bcp.SaveOptions(memory=bcp.Memory(copies=1, root=tmp_path / "memory"))
     bcp.save(tmp_path / "ckpt", {"x": torch.ones(1000)}, step=1, options=options, to="memory")
