@@ -292,3 +292,33 @@ def test_a_dynamic_loss_scale_is_kept_and_what_other_ranks_have_of_their_own_is_
     assert "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: residuals" in left_out
     assert "zero_pp_rank_1_mp_rank_00_model_states.pt: noise" in left_out
     assert "zero_pp_rank_0_mp_rank_00_model_states.pt" not in left_out
+
+
+def test_a_rank_whose_weights_have_another_dtype_is_refused(tmp_path: Path, classes: Any) -> None:
+    """Its bytes were read as elements of the first rank's dtype."""
+    write_shared(tmp_path / "c", 2, classes)
+    path = tmp_path / "c" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    states = torch.load(path, weights_only=False)
+    groups = states["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    groups[:] = [each.half() for each in groups]
+    torch.save(states, path)
+    with pytest.raises(bcp.CheckpointCorruptError, match=r"is float16, and float32 in .*rank_0_"):
+        bcp.open(tmp_path / "c")
+
+
+@pytest.mark.parametrize("kind", ["model_states", "optim_states"])
+def test_two_files_of_one_rank_are_refused(tmp_path: Path, classes: Any, kind: str) -> None:
+    """One of them was read, now this one and now that one."""
+    write_shared(tmp_path / "c", 1, classes)
+    old = next(path for path in (tmp_path / "c").iterdir() if kind in path.name)
+    (tmp_path / "c" / f"zero_pp_rank_0_mp_rank_00_{kind}.pt").write_bytes(old.read_bytes())
+    with pytest.raises(bcp.CheckpointMismatchError, match="which are of one rank"):
+        bcp.open(tmp_path / "c")
+
+
+def test_a_users_value_under_a_name_that_the_entries_have_is_named_as_left_out(tmp_path: Path) -> None:
+    write_without_zero(tmp_path / "c", is_wrapped=False)
+    path = tmp_path / "c" / "mp_rank_00_model_states.pt"
+    torch.save(torch.load(path) | {"engine": "a V8", 1: "a", "1": "b"}, path)
+    left_out = bcp.open(tmp_path / "c").info.metadata["left_out"]
+    assert left_out.startswith(f"{path.name}: engine, {path.name}: 1: another entry has this name; ")

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.formats.file_reader import missing_file, not_readable
+from bytecheckpoint.formats.file_reader import conflicting, missing_file, not_readable
 from bytecheckpoint.formats.flat_ranges import divided_runs
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks import deepspeed_zero
@@ -55,7 +55,8 @@ def is_folder(source: SourceFolder) -> bool:
 def read_folder(source: SourceFolder) -> None:
     """Adds the files of all ranks to the builder.
 
-    Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError.
+    Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
+    UnsafeCheckpointError.
     """
     models, optimizers = (_by_rank(source.files, pattern, source.path) for pattern in (_MODEL, _OPTIMIZER))
     odd = sorted(filter(_OTHER.match, source.files))
@@ -82,15 +83,18 @@ def read_folder(source: SourceFolder) -> None:
 def _by_rank(names: set[str], pattern: re.Pattern[str], path: str) -> list[str]:
     """Returns the files in the order of their ranks.
 
-    Raises CheckpointNotFoundError (missing_file) if ranks are missing, CheckpointCorruptError (unsupported_version) if
-    tensor parallelism has cut tensors as well.
+    Raises CheckpointNotFoundError (missing_file) if ranks are missing, CheckpointMismatchError (conflict) if a rank has
+    two files, CheckpointCorruptError (unsupported_version) if tensor parallelism has cut tensors as well.
     """
     by_rank: dict[int, str] = {}
-    for match in filter(None, map(pattern.match, names)):
+    for match in filter(None, map(pattern.match, sorted(names))):
         if int(match[2]):
             advice = "make it universal with DeepSpeed's ds_to_universal, which knows how tensors were cut"
             raise not_readable(path, f"{match[0]!r:.200} is of a model that is divided by tensor parallelism", advice)
-        by_rank[int(match[1] or 0)] = match[0]
+        other = by_rank.setdefault(int(match[1] or 0), match[0])
+        if other != match[0]:
+            advice = "remove the one that is older, with those of its save"
+            raise conflicting(path, f"has {other!r:.200} and {match[0]!r:.200}, which are of one rank", advice)
     missing = sorted(set(range(len(by_rank))) - set(by_rank))
     if missing:
         raise missing_file(path, f"has no file of rank {missing[0]} like {by_rank[max(by_rank)]!r}")
@@ -140,7 +144,11 @@ def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None
             builder.leave_out(_OPTIMIZER_ENTRY, "the files of the optimizer have its state")
     builder.trees |= {name: saved.plain(entry, name) for name, entry in entries.items()}
     for key, item in value.items():
-        if key not in _KNOWN and item is not None and str(key) not in builder.trees:
+        if key in _KNOWN or item is None:
+            continue
+        if str(key) in builder.trees:
+            builder.leave_out(f"{saved.name}: {key}", "another entry has this name")
+        else:
             builder.trees[str(key)] = saved.plain(item, str(key))
     builder.set_step(value.get("global_steps"))
 
