@@ -74,6 +74,10 @@ def _without_checksum(head: bytes, checksum_offset: int) -> bytes:
     return head[:checksum_offset] + head[checksum_offset + _CHECKSUM_BYTES :]
 
 
+class _Container(dict[Any, Any]):
+    """A dict or list that torch has taken apart; a dict that lies in the files as one value is no _Container."""
+
+
 class _DcpFolder:
     """The data files of a folder, and what was found in them."""
 
@@ -115,7 +119,7 @@ class _DcpFolder:
         self.builder.add_tensor(self._below + fqn, dtype, stored_shape, chunks, num_parts=len(tensor.chunks))
 
     def _refuse_too_many(self, fqn: str, num_chunks: int, tensor: DcpTensor, *, is_stacked: bool) -> None:
-        """Raises CheckpointMismatchError (not_readable) for a tensor in more chunks than a manifest should have."""
+        """Raises CheckpointCorruptError (unsupported_version) for a tensor in too many chunks."""
         # As many chunks as there are stored parts are never too many.
         if num_chunks > max(strided_views.MAX_CHUNKS, len(tensor.chunks)):
             why = "Megatron has stored it in flat parts" if is_stacked else "its parts are strided"
@@ -202,8 +206,8 @@ class _DcpFolder:
         at = root
         name = ".".join(map(str, path))
         for key in path[:-1]:
-            at = at.setdefault(key, {})
-            if type(at) is not dict:
+            at = at.setdefault(key, _Container())
+            if type(at) not in {dict, _Container}:
                 raise damaged(self.builder.path, f"{name!r:.200} lies in something that is not a container")
         if path[-1] in at:
             raise damaged(self.builder.path, f"it has {name!r:.200} twice")
@@ -211,8 +215,10 @@ class _DcpFolder:
 
 
 def _with_lists(value: Any) -> Any:
-    """Returns the containers with lists where keys were positions: keys of dicts are texts."""
-    if type(value) is not dict:
+    """Returns a value with its _Containers as lists where keys were positions, else as dicts. Torch makes texts of the
+    keys of dicts.
+    """
+    if type(value) is not _Container:
         return value
     items = {key: _with_lists(item) for key, item in value.items()}
     is_list = bool(items) and all(type(key) is int for key in items) and set(items) == set(range(len(items)))
