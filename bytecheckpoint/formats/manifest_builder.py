@@ -138,7 +138,8 @@ class ManifestBuilder:
                 found = walk.plain(item, name, MAX_DEPTH)
                 if not isinstance(found, TensorRef) or is_extra_state(name):
                     self._add_tree(name, found)
-            self.trees |= walk.extra
+            for name, extra in walk.extra.items():
+                self._add_tree(name, extra)
         moved = [(new, self.tensors.pop(old)) for old, new in renamed.items()]
         for new, record in moved:
             self._refuse_taken(new)
@@ -272,12 +273,10 @@ class _PlainWalk:
             name = key if is_kept else str(key)
             child = join_fqn(fqn, name)
             found = self.plain(item, child, levels_left - 1)
-            if self.extra is not None and is_extra_state(child):
-                self.extra[child] = found
-            elif name in kept:  # as of the keys None and "None"
+            into, place = (kept, name) if self.extra is None or not is_extra_state(child) else (self.extra, child)
+            if place in into:  # as of the keys None and "None"
                 raise two_of(self._path, child, "values")
-            else:
-                kept[name] = found
+            into[place] = found
         return kept
 
 

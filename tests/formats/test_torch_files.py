@@ -238,6 +238,43 @@ def test_a_dict_that_only_looks_like_an_optimizer_is_plain_data(tmp_path: Path) 
     assert plain_leaves(bcp.open(save({"x": {"state.weight": 1, "state.bias": 2}}, tmp_path)))["x.state.bias"] == 2
 
 
+def test_values_of_a_flattened_optimizer_that_would_lie_in_one_another_all_stay(tmp_path: Path) -> None:
+    """One was lost, or the file was a TypeError."""
+    for names in (["x", "x.y"], ["x.y", "x"]):
+        state = {f"state.a.{name}": torch.full((2,), number) for number, name in enumerate(names)}
+        found = bcp.open(save({**state, "param_groups.a.lr": 0.1}, tmp_path)).state_dict()
+        assert_same(found, state)
+
+
+def test_state_of_an_optimizer_whose_keys_come_to_one_name_stays(tmp_path: Path) -> None:
+    """That of one key was lost."""
+    groups = [{"params": [0], "param_names": ["w"], "lr": 0.1}]
+    state = {"state": {0: {"step": 1}, "w": {"step": 2}}, "param_groups": groups}
+    found = plain_leaves(bcp.open(save(state, tmp_path)))
+    assert (found["state.0.step"], found["state.w.step"]) == (1, 2)
+
+
+class Reduced:
+    """Pickled, it is a call of a function with these arguments."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self._call = function, args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._call
+
+
+def test_dicts_that_a_pickle_makes_by_a_call_have_their_items(tmp_path: Path) -> None:
+    """They came back empty."""
+    full = {
+        "pairs": Reduced(dict, [("a", 1)]),
+        "dict": Reduced(dict, {"a": 1}),
+        "default": Reduced(defaultdict, int, {"a": 1}),
+    }
+    found = bcp.load_tree(save({**full, "empty": Reduced(dict)}, tmp_path))
+    assert found == {**{name: {"a": 1} for name in full}, "empty": {}}
+
+
 def refused(path: Path) -> bcp.CheckpointError:
     with pytest.raises(bcp.CheckpointError) as caught:
         bcp.open(path)
@@ -304,6 +341,8 @@ TIED = torch.zeros(2)
         {1: torch.zeros(2), "1": "y"},
         {"1": "y", 1: torch.zeros(2)},
         {"a": TIED, 1: TIED, "1": "y"},
+        {"a": {"b._extra_state": 1, "b": {"_extra_state": 2}}},
+        {"a._extra_state": 1, "a": {"_extra_state": 2}},
     ],
 )
 def test_two_keys_that_come_to_one_name_are_refused(tmp_path: Path, state: dict) -> None:

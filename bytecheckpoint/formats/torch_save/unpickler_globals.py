@@ -321,6 +321,10 @@ def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
     return OrderedDict((check_key(key), value) for key, value in pairs)
 
 
+def _dict_of(items: Any = ()) -> dict[Any, Any]:
+    return dict(items if type(items) is dict else _ordered(items))
+
+
 def _reconstructed(kind: Any, *_: Any) -> Any:
     """Makes an object as protocols 0 and 1 do."""
     if not isinstance(kind, Call):
@@ -350,8 +354,8 @@ VALUES: Mapping[str, Any] = MappingProxyType(
     {
         "collections.OrderedDict": Call(_ordered),
         "collections.Counter": Call(_counter),
-        "collections.defaultdict": Call(lambda *_: defaultdict(None)),
-        "builtins.dict": Call(lambda *_: {}),
+        "collections.defaultdict": Call(lambda _factory=None, items=(): defaultdict(None, _dict_of(items))),
+        "builtins.dict": Call(_dict_of),
         "builtins.list": Call(_list_of),
         "builtins.set": Call(_list_of),
         "builtins.frozenset": Call(_list_of),
