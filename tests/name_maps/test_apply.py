@@ -516,6 +516,21 @@ def test_two_names_of_one_tensor_are_refused() -> None:
         apply(both, facts=model.facts)
 
 
+@pytest.mark.parametrize("stacked", ["yes", "no"])
+def test_two_models_that_come_to_the_same_names_are_refused(stacked: str) -> None:
+    """Where layers are stacked, the second took the place of the first."""
+    text = """
+    format = 1
+    sides = ["ours", "hf"]
+    around = [{ ours = "{name}", hf = "model.{name}" }, { ours = "{name}", hf = "ema.{name}" }]
+    tensors = [{ ours = "blocks.{layer}.w", hf = "h.{layer}.w" }]
+    stacked = { ours = "layer" }
+    """
+    arrays = {f"{model}.h.{layer}.w": np.zeros(2) for model in ("model", "ema") for layer in (0, 1)}
+    with pytest.raises(CheckpointMismatchError, match="two tensors of it come to the name 'blocks"):
+        apply(arrays, name_map=parse_map(text, "ours"), stacked=stacked)
+
+
 def test_names_of_no_side_are_told_from_those_of_one() -> None:
     with pytest.raises(CheckpointMismatchError, match=r"cannot be told which it is \(its first names: a, b\)"):
         apply({"a": np.ones(2), "b": np.ones(2)})
