@@ -133,7 +133,7 @@ def convert(
     a context that counts them.
 
     Raises the errors of a load and of a save. The target is not there then, or as it was before, unless the file that
-    makes it exist was written already, or may have been. That is done when all ranks have written theirs.
+    makes it exist, which is written after the files of all ranks, was written already or may have been.
     """
     about = Subject(showable_url(request.target), None, is_save=True)
     if request.is_link:

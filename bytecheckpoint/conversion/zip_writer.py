@@ -46,8 +46,8 @@ class _PlacedMember(NamedTuple):
 
 
 def archive_runs(members: Sequence[ZipMember], *, first_run: int) -> list[FileRun]:
-    """Returns the runs of an archive. It begins at a multiple of ALIGNMENT in its file, and its first run has the
-    number `first_run` there.
+    """Returns the runs of an archive, which has to be placed at a multiple of ALIGNMENT in its file. `first_run` is the
+    number of its first run among those of the file.
     """
     runs: list[FileRun] = []
     placed: list[_PlacedMember] = []

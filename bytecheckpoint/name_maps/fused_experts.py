@@ -64,8 +64,8 @@ def with_fused_experts(manifest: Manifest) -> Manifest | None:
 
     Experts that cannot be stacked stay single. Returns None if none can be. Raises the errors of `relink`.
     """
-    layers = [name for name in manifest.tensors if ".weight" in name and "experts." in name]
-    described = dict(zip(layers, manifest.describe_each(layers), strict=True))
+    weights = [name for name in manifest.tensors if ".weight" in name and "experts." in name]
+    described = dict(zip(weights, manifest.describe_each(weights), strict=True))
     aliased = set(manifest.aliases.values())
     fused = [layer for layer in _layers(described) if aliased.isdisjoint(layer.sources)]
     if not fused:
