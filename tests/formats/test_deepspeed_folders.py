@@ -81,6 +81,7 @@ def write_shared(folder: Path, num_ranks: int, classes: types.SimpleNamespace) -
     """As ZeRO 1 and 2: fp32 without padding, the state of the optimizer with it."""
     folder.mkdir(parents=True)
     module = {name: value(name, "weight").bfloat16() for name in SHAPES} | {"mean": torch.ones(3)}
+    module["tied.weight"] = module["b.weight"]
     torch.save(model_states(module), folder / "mp_rank_00_model_states.pt")
     total = sum(map(math.prod, SHAPES.values()))
     part = -(-total // (2 * num_ranks)) * 2
@@ -118,7 +119,8 @@ def write_divided(folder: Path, num_ranks: int, classes: types.SimpleNamespace, 
             key: [torch.cat([shard(name, key, rank, num_ranks) for name in group]) for group in groups]
             for key in ("weight", "exp_avg")
         }
-        states = model_states({name: torch.empty(0) for name in SHAPES} | {"mean": torch.ones(3)})
+        empty = dict.fromkeys([*SHAPES, "tied.weight"], torch.empty(0))
+        states = model_states({**empty, "mean": torch.ones(3)})
         states["param_shapes"] = [OrderedDict((name, torch.Size(SHAPES[name])) for name in group) for group in groups]
         torch.save(states, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
         optimizer = {
@@ -155,7 +157,7 @@ def test_parameters_are_found_in_what_ranks_share(tmp_path: Path, num_ranks: int
         for key in ("exp_avg", "exp_avg_sq"):
             assert_same({"": found[f"optimizer.state.{name}.{key}"]}, {"": value(name, key)})
         assert found[f"optimizer.state.{name}.step"] == 5.0
-    assert torch.equal(found["model.tied.weight"], found["model.b.weight"])
+    assert_same({"": found["model.tied.weight"]}, {"": found["model.b.weight"]})  # in full precision
     assert torch.equal(found["model.mean"], torch.ones(3))
     objects = plain_leaves(checkpoint)
     assert objects["optimizer.groups.a.weight.values.lr"] == 0.25
@@ -174,7 +176,25 @@ def test_parameters_are_found_that_are_divided_one_by_one(
         assert_same({"": found[f"model.{name}"]}, {"": value(name, "weight")})
         assert_same({"": found[f"optimizer.state.{name}.exp_avg"]}, {"": value(name, "exp_avg")})
         assert plain_leaves(checkpoint)[f"optimizer.state.{name}.step"] == 5
+    assert_same({"": found["model.tied.weight"]}, {"": found["model.b.weight"]})  # not the empty tensor of ZeRO 3
     assert not any(fqn.startswith("module.") for fqn in found)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("shape", [(2, 3), (4,), ()])
+def test_a_frozen_parameter_that_zero_3_divided_has_its_shape(
+    tmp_path: Path, num_ranks: int, shape: tuple[int, ...], classes: Any
+) -> None:
+    """That of one rank stayed flat."""
+    write_divided(tmp_path / "c", num_ranks, classes)
+    frozen = torch.arange(math.prod(shape)).reshape(shape)
+    share = -(-frozen.numel() // num_ranks)
+    padded = torch.cat([frozen.flatten(), torch.full((share * num_ranks - frozen.numel(),), 99)])
+    for rank, part in enumerate(padded.split(share)):
+        path = tmp_path / "c" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        states = torch.load(path) | {"frozen_param_shapes": {"frozen": frozen.shape}}
+        torch.save(states | {"frozen_param_fragments": {"frozen": part.clone()}}, path)
+    assert_same({"": bcp.open(tmp_path / "c").state_dict()["model.frozen"]}, {"": frozen})
 
 
 class Part(torch.nn.Module):

@@ -110,7 +110,7 @@ def _add_frozen(models: list[SavedFile], zero: deepspeed_zero.ZeroBuilder) -> No
             continue
         lengths = lengths_of(shape)
         views = [saved.value["frozen_param_fragments"][name] for saved in models]
-        if len(views) == 1 or views[0].shape == lengths:
+        if views[0].shape == lengths:
             models[0].add_tensor(fqn, views[0])
             continue
         buffers, dtype = deepspeed_zero.buffers_of(models, views, name)
@@ -122,15 +122,17 @@ def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None
     """Adds the data that is saved with the model, except the tensors in flat buffers."""
     value, builder = saved.value, saved.builder
     flat = state.names if state else frozenset()
+    shared = value.get("shared_params") or {}
     for name, view in value["module"].items():
+        stored = shared.get(name, name)
         # ZeRO 3 leaves empty tensors in the place of parameters.
-        if isinstance(view, StoredView) and not (name in flat and not all(view.shape)):
-            fqn = f"module.{name}" if name in flat else f"model.{name}"
+        if isinstance(view, StoredView) and not (stored in flat and not all(view.shape)):
+            fqn = f"module.{name}" if stored in flat else f"model.{stored}"
             if fqn not in builder.tensors:  # else it was added as a frozen one
                 saved.add_tensor(fqn, view)
         elif is_extra_state(name):
             builder.trees[f"model.{name}"] = saved.plain(view, f"model.{name}")
-    for alias, name in (value.get("shared_params") or {}).items():
+    for alias, name in shared.items():
         if f"model.{alias}" not in builder.tensors and f"model.{name}" in builder.tensors:
             builder.add_alias(f"model.{alias}", f"model.{name}")
     facts: dict[str, Any] = {"engine": {name: value[name] for name in _COUNTERS if type(value.get(name)) is int}}
