@@ -18,6 +18,7 @@ from bytecheckpoint.conversion.dcp import plan_dcp
 from bytecheckpoint.conversion.existing_target import (
     ExistingTarget,
     TargetPlace,
+    files_of_source,
     find_existing,
     open_target,
     refuse_own_files,
@@ -183,7 +184,10 @@ def _link(request: ConvertRequest, ranks: Ranks, about: Subject) -> Converted:
             store, folder = (source.store, source.folder) if manifest.linked_to else (place.store, "")
             check_reachable(store, folder, manifest, path=place.path)
             manifest = with_samples(store, folder, manifest, threads=_READER_THREADS)
+            replaced = deletion.files_of_checkpoint(place.store, "") if request.overwrite else []
             num_bytes = write_link(place.store, manifest, overwrite=request.overwrite)
+            kept = files_of_source(place, replaced, source)
+            deletion.discard(place.store, "", [name for name in replaced if name not in kept])
         num_bytes = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode(num_bytes)), type=int)
     ranks.close()
     target = TargetPlan([], [], layout.MANIFEST_NAME, lambda _: b"")

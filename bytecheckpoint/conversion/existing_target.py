@@ -126,11 +126,16 @@ def _refuse_root_of_steps(place: TargetPlace, listing: Mapping[str, int | None])
 
 def refuse_own_files(place: TargetPlace, existing: ExistingTarget, names: Iterable[str], source: Source) -> None:
     """Raises CheckpointExistsError (exists) if a file that would be replaced belongs to the source."""
-    used = {_real_path(source.store, join_name(source.folder, file.name)) for file in source.manifest.files}
-    source_names = sorted(name for name in {*existing.stale, *names} if _real_path(place.store, name) in used)
+    source_names = sorted(files_of_source(place, {*existing.stale, *names}, source))
     if existing.is_there and source_names:
         what = f"{join_name(str(place.store), source_names[0])} is a file of the source, and would be replaced"
         raise _exists(place, what, "give another path: a source is never written over")
+
+
+def files_of_source(place: TargetPlace, names: Iterable[str], source: Source) -> set[str]:
+    """Returns those of these names at the target that are files of the source."""
+    used = {_real_path(source.store, join_name(source.folder, file.name)) for file in source.manifest.files}
+    return {name for name in names if _real_path(place.store, name) in used}
 
 
 def _real_path(store: Store, name: str) -> str:
