@@ -180,7 +180,8 @@ def _read_headers(source: SourceFolder, names: Iterable[str]) -> _Headers:
             chunk = Chunk(region, number, entry.byte_offset, entry.byte_length)
             parts[name][entry.name] = _FilePart(entry.dtype, chunk)
         if sharding is None:
-            aliases |= {key: value for key, value in header.metadata.items() if value in parts[name]}
+            tied = {key: value for key, value in header.metadata.items() if value in parts[name] and key != "format"}
+            aliases |= tied
             builder.metadata = {**builder.metadata, **header.metadata}
     return _Headers(parts, is_sharded, aliases)
 
