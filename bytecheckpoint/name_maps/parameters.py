@@ -25,7 +25,7 @@ class PlainValues:
                 self._by_last.setdefault(fqn.rpartition(".")[2], []).append((fqn, value))
 
     def find(self, name: str) -> bool | int | str | None:
-        """Returns the value at this FQN, or at any FQN that ends with it. None if there is none. Raises
+        """Returns the value at this FQN, or at any FQN that ends with it after a dot. None if there is none. Raises
         CheckpointMismatchError (conflict) if there are several that differ.
         """
         matching = [

@@ -352,6 +352,13 @@ def test_two_keys_that_come_to_one_name_are_refused(tmp_path: Path, state: dict)
     assert "two values that come to the name" in error.message
 
 
+@pytest.mark.parametrize("value", [1, {"b": 1}])
+def test_a_key_without_a_name_is_refused_beside_others(tmp_path: Path, value: object) -> None:
+    """Its value took the place of the others that came before it in a tree, or that was a TypeError."""
+    assert refused(save({"a": 1, "": value}, tmp_path)).kind == "conflict"
+    assert bcp.load_tree(save({"": {"b": 1}}, tmp_path)) == {"b": 1}
+
+
 def test_the_format_before_torch_1_6_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "old.pt"
     torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)

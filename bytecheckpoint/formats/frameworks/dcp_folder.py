@@ -91,7 +91,7 @@ class _DcpFolder:
         self._views: dict[bytes, Any] = {}
         """Decoded tensor by pickle: similar parts have equal pickles."""
         self._heads: dict[int, _Head] = {}
-        """The latest head of an archive of each length."""
+        """Head of the latest archive, by the length of archives in bytes."""
 
     def open_files(self, metadata: Metadata) -> None:
         items = [item for tensor in metadata.tensors.values() for _, item in tensor.chunks]
