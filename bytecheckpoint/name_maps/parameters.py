@@ -123,7 +123,7 @@ class Options:
         chosen = self._given.get(VARIANT, names[0] if names else None)
         if chosen is None:
             return 0
-        if chosen not in names:
+        if str(chosen) not in names:
             raise self._refusal(
                 f"{self._map.sides[side]} has no variant {chosen!r:.80}, only {', '.join(names) or 'one'}"
             )

@@ -692,6 +692,18 @@ def test_equal_parts_need_no_sizes() -> None:
         apply(arrays, name_map=name_map, groups=3)
 
 
+def test_a_variant_may_have_a_number_as_its_name() -> None:
+    """A command reads it as a number."""
+    text = """
+    format = 1
+    sides = ["a", "b"]
+    tensors = [{ a = "x", b = ["y", "z"] }]
+    variants = { b = ["1", "2"] }
+    """
+    plan = apply({"x": np.zeros(2)}, name_map=parse_map(text, "numbers"), **parse_options(["variant=2"]))
+    assert [tensor.fqn for tensor in plan.tensors] == ["z"]
+
+
 def test_every_map_of_the_library_reads() -> None:
     for path in MAPS.glob("*.toml"):
         found = parse_map(path.read_text(), path.name)
