@@ -198,7 +198,7 @@ class _DcpFolder:
         number, file = self._files[item.file]
         archive = self._archive(item, fqn)
         value = unpickle(archive.pickle, file.path, find_megatron_value)
-        saved = SavedFile(archive, number, file.path, value, item.file, self.builder)
+        saved = SavedFile(archive, number, file.path, value, join_name(self._inside, item.file), self.builder)
         return saved.plain(value, self._below + fqn)
 
     def _put(self, root: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
