@@ -137,6 +137,7 @@ def test_plain_data_comes_back_beside_the_tensors(tmp_path: Path) -> None:
         "large": 1 << 70,
         "set": {1},
         "path": Path("/a/b"),
+        "here": Path(),
         "args": argparse.Namespace(lr=0.1, layers=[1, 2]),
         "more": types.SimpleNamespace(name="x"),
         "none": None,
@@ -153,7 +154,7 @@ def test_plain_data_comes_back_beside_the_tensors(tmp_path: Path) -> None:
     assert (objects["scalar"], type(objects["scalar"])) == (2.5, np.float64)
     assert (objects["size"], objects["dtype"], objects["device"]) == (torch.Size([2, 3]), torch.bfloat16, "cuda:1")
     assert (objects["complex"], objects["bytes"], objects["large"]) == (1 + 2j, b"\x00\xff", 1 << 70)
-    assert (objects["set"], objects["path"], objects["none"]) == ([1], "/a/b", None)
+    assert (objects["set"], objects["path"], objects["here"], objects["none"]) == ([1], "/a/b", ".", None)
     assert (objects["args.lr"], objects["args.layers"], objects["more.name"]) == (0.1, [1, 2], "x")
     assert objects["7"] == "number"
     loaded = {"epoch": 0, "nested": {"tuple": (0, "", 1), "tensor": torch.zeros(2), "list": [torch.ones(1), {"a": 0}]}}

@@ -301,7 +301,7 @@ def _list_of(items: Any = ()) -> list[Any]:
 def _joined(*parts: Any) -> str:
     if any(type(part) is not str for part in parts):
         raise PickleError("it makes a path of something that is not text")
-    return parts[0] + "/".join(parts[1:]) if parts and parts[0] == "/" else "/".join(parts)
+    return parts[0] + "/".join(parts[1:]) if parts and parts[0] == "/" else "/".join(parts) or "."
 
 
 def _text(value: Any) -> str:
