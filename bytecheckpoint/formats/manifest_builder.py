@@ -125,6 +125,9 @@ class ManifestBuilder:
         a list, and each scheduler of Lightning's, is an entry of its own: `optimizer_states.0`.
 
         A value that is not a dict becomes the entry `value`; a state that is one optimizer becomes the entry "".
+
+        Raises CheckpointMismatchError (conflict) for two values or tensors of one name, and UnsafeCheckpointError
+        (limits_exceeded).
         """
         renamed: dict[str, str] = {}
         walk = _PlainWalk(self.path, on_tensor or self._refuse_tensor, renamed)
@@ -193,7 +196,8 @@ def two_of(path: str, fqn: str, what: str = "tensors") -> CheckpointMismatchErro
 def plain_tree(value: Any, fqn: str, *, path: str, on_tensor: OnTensor) -> Any:
     """Returns the value at an FQN with TensorRefs for the tensors in it, each of which is given to `on_tensor`.
 
-    Raises CheckpointCorruptError (bad_manifest) and UnsafeCheckpointError (limits_exceeded).
+    Raises CheckpointMismatchError (conflict), CheckpointCorruptError (bad_manifest) and UnsafeCheckpointError
+    (limits_exceeded).
     """
     return _PlainWalk(path, on_tensor, {}).plain(value, fqn, MAX_DEPTH)
 

@@ -152,7 +152,7 @@ class Options:
 
 
 def refusal(
-    name_map: MapFile, what: str, kind: Literal["conflict", "shape", "dtype", "missing_key"] = "conflict"
+    name_map: MapFile, what: str, kind: Literal["conflict", "shape", "missing_key"] = "conflict"
 ) -> CheckpointMismatchError:
     """Returns the error for a checkpoint that this map cannot be used with."""
     return CheckpointMismatchError(

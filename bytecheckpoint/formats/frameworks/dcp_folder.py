@@ -35,7 +35,8 @@ def is_folder(source: SourceFolder) -> bool:
 def read_folder(source: SourceFolder) -> None:
     """Adds the tensors and the plain data of a DCP checkpoint to the builder.
 
-    Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError.
+    Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
+    UnsafeCheckpointError.
     """
     backend = megatron_dist.read_backend(source)
     megatron_dist.refuse_other_backends(backend, source.path, has_metadata=METADATA_NAME in source.listing)
