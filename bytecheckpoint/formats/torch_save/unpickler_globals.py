@@ -322,7 +322,7 @@ def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
 
 
 def _dict_of(items: Any = ()) -> dict[Any, Any]:
-    return dict(items if type(items) is dict else _ordered(items))
+    return dict(items if isinstance(items, dict) else _ordered(items))
 
 
 def _reconstructed(kind: Any, *_: Any) -> Any:
