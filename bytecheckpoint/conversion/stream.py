@@ -130,7 +130,7 @@ class TargetPlan(NamedTuple):
 
     files: Sequence[TargetFile]
     by_rank: Sequence[Sequence[int]]
-    """Numbers of the files that each rank writes."""
+    """Numbers of the files that each rank writes. A sole file, without a `last`, is always the coordinator's."""
     last_name: str
     """Name of the file that is written last: without it there is no checkpoint."""
     last: Callable[[Sequence[DataFile]], bytes] | None
