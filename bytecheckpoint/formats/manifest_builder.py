@@ -138,9 +138,6 @@ class ManifestBuilder:
             walk.extra = {}
             for key, item in _by_entry(root):
                 name = key if type(key) is str else str(key)
-                if not name and len(root) > 1:
-                    what = "has a value with the key '' beside others, and '' is the name of a whole state"
-                    raise conflicting(self.path, what, "save it under another key")
                 found = walk.plain(item, name, MAX_DEPTH)
                 if not isinstance(found, TensorRef) or is_extra_state(name):
                     self._add_tree(name, found)

@@ -353,11 +353,26 @@ def test_two_keys_that_come_to_one_name_are_refused(tmp_path: Path, state: dict)
     assert "two values that come to the name" in error.message
 
 
-@pytest.mark.parametrize("value", [1, {"b": 1}])
-def test_a_key_without_a_name_is_refused_beside_others(tmp_path: Path, value: object) -> None:
-    """Its value took the place of the others that came before it in a tree, or that was a TypeError."""
-    assert refused(save({"a": 1, "": value}, tmp_path)).kind == "conflict"
-    assert bcp.load_tree(save({"": {"b": 1}}, tmp_path)) == {"b": 1}
+@pytest.mark.parametrize("value", [1, {"b": 1}, {"state": {0: {"step": 1}}, "param_groups": [{"params": [0]}]}])
+def test_a_key_without_a_name_may_stand_beside_others(tmp_path: Path, value: object) -> None:
+    """In a tree its value took the place of the others that came before it, or that was a TypeError."""
+    state = {"a": 1, "": value, "w": torch.ones(2)}
+    path = save(state, tmp_path)
+    tree = bcp.load_tree(path)
+    assert (tree[""], tree["a"], set(tree)) == (value, 1, {"", "a", "w"})
+    loaded = {"a": 0, "w": torch.zeros(2)}
+    bcp.load(path, loaded)
+    assert (loaded["a"], loaded["w"].tolist()) == (1, [1, 1])
+    assert_same(bcp.open(path).state_dict(), {"w": torch.ones(2)})
+
+
+def test_tensors_of_which_one_has_no_name_are_loaded(tmp_path: Path) -> None:
+    state = {"": torch.ones(2), "a": torch.full((2,), 2.0)}
+    path = save(state, tmp_path)
+    assert_same(bcp.open(path).state_dict(), state)
+    loaded = {key: torch.zeros(2) for key in state}
+    bcp.load(path, loaded)
+    assert_same(loaded, state)
 
 
 def test_the_format_before_torch_1_6_is_refused_by_name(tmp_path: Path) -> None:
