@@ -366,6 +366,20 @@ def test_a_key_without_a_name_may_stand_beside_others(tmp_path: Path, value: obj
     assert_same(bcp.open(path).state_dict(), {"w": torch.ones(2)})
 
 
+@pytest.mark.parametrize("value", [{1: 2, "1": 3}, {"b.c": 1, "b": {"c": 2}}])
+def test_two_values_of_one_name_in_plain_data_hide_no_tensor(tmp_path: Path, value: dict[Any, Any]) -> None:
+    """All of these were CheckpointSaveErrors, which said that nothing was written."""
+    path = save({"a": value, "w": torch.ones(2)}, tmp_path)
+    checkpoint = bcp.open(path)
+    assert_same(checkpoint.state_dict(), {"w": torch.ones(2)})
+    assert (checkpoint["w"].shape, checkpoint.objects) == ((2,), {"a": value})
+    with pytest.raises(KeyError, match="plain data is in `objects`"):
+        checkpoint["a.1" if 1 in value else "a.b.c"]
+    assert bcp.load_tree(path)["a"] == value
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"'a' of .* two values of one name.* nothing was loaded"):
+        bcp.load(path, {"w": torch.zeros(2)})
+
+
 def test_tensors_of_which_one_has_no_name_are_loaded(tmp_path: Path) -> None:
     state = {"": torch.ones(2), "a": torch.full((2,), 2.0)}
     path = save(state, tmp_path)
