@@ -18,10 +18,10 @@ from bytecheckpoint.conversion.dcp import plan_dcp
 from bytecheckpoint.conversion.existing_target import (
     ExistingTarget,
     TargetPlace,
-    files_of_source,
     find_existing,
     open_target,
     refuse_own_files,
+    stale_after_link,
 )
 from bytecheckpoint.conversion.file_writer import FileWriter
 from bytecheckpoint.conversion.huggingface import plan_hf
@@ -185,9 +185,9 @@ def _link(request: ConvertRequest, ranks: Ranks, about: Subject) -> Converted:
             check_reachable(store, folder, manifest, path=place.path)
             manifest = with_samples(store, folder, manifest, threads=_READER_THREADS)
             replaced = deletion.files_of_checkpoint(place.store, "") if request.overwrite else []
+            stale = stale_after_link(place, replaced, source)
             num_bytes = write_link(place.store, manifest, overwrite=request.overwrite)
-            kept = files_of_source(place, replaced, source)
-            deletion.discard(place.store, "", [name for name in replaced if name not in kept])
+            deletion.discard(place.store, "", stale)
         num_bytes = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode(num_bytes)), type=int)
     ranks.close()
     target = TargetPlan([], [], layout.MANIFEST_NAME, lambda _: b"")

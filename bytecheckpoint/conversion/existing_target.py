@@ -138,6 +138,16 @@ def files_of_source(place: TargetPlace, names: Iterable[str], source: Source) ->
     return {name for name in names if _real_path(place.store, name) in used}
 
 
+def stale_after_link(place: TargetPlace, replaced: Sequence[str], source: Source) -> list[str]:
+    """Returns those files of a replaced checkpoint that are no files of the source, which a link needs."""
+    # Hazard: one folder may have two paths or endpoints that are not seen to be the same, as where it is mounted twice.
+    # The names of data files have the id of their save, so that a name of the source's may be a file of the source.
+    of_source = {file.name.rpartition("/")[2] for file in source.manifest.files}
+    others = [name for name in replaced if name.rpartition("/")[2] not in of_source]
+    kept = files_of_source(place, others, source)
+    return [name for name in others if name not in kept]
+
+
 def _real_path(store: Store, name: str) -> str:
     return (
         os.path.realpath(join_name(str(store), name)) if isinstance(store, LocalStore) else full_location(store, name)
