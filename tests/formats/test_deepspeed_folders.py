@@ -326,6 +326,18 @@ def test_a_rank_whose_weights_have_another_dtype_is_refused(tmp_path: Path, clas
         bcp.open(tmp_path / "c")
 
 
+def test_buffers_of_several_dtypes_are_refused(tmp_path: Path, classes: Any) -> None:
+    """The bytes of the second were read as elements of the first one's dtype."""
+    write_divided(tmp_path / "c", 1, classes, num_buffers=2)
+    path = tmp_path / "c" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    states = torch.load(path, weights_only=False)
+    of_second = states["optimizer_state_dict"]["optimizer_state_dict"]["state"][1]
+    of_second["exp_avg"] = of_second["exp_avg"].half()
+    torch.save(states, path)
+    with pytest.raises(bcp.CheckpointCorruptError, match=r"exp_avg are not all float32"):
+        bcp.open(tmp_path / "c")
+
+
 @pytest.mark.parametrize("kind", ["model_states", "optim_states"])
 def test_two_files_of_one_rank_are_refused(tmp_path: Path, classes: Any, kind: str) -> None:
     """One of them was read, now this one and now that one."""

@@ -169,6 +169,8 @@ def _read_divided(files: _ZeroFiles, zero: ZeroBuilder) -> None:
     for fqn, views in flat.items():
         by_buffer = [buffers_of(files.saved, of_index, fqn) for of_index in zip(*views, strict=True)]
         dtype = by_buffer[0][1]
+        if any(other != dtype for _, other in by_buffer):
+            raise damaged(files.saved[0].path, f"its buffers of {fqn} are not all {dtype}")
         of_ranks = list(zip(*(buffers for buffers, _ in by_buffer), strict=True))
         at = 0
         for name, shape in (item for shapes in files.shapes for item in shapes.items()):
