@@ -314,6 +314,20 @@ def test_a_dynamic_loss_scale_is_kept_and_what_other_ranks_have_of_their_own_is_
     assert "zero_pp_rank_0_mp_rank_00_model_states.pt" not in left_out
 
 
+def test_parameters_that_only_begin_at_one_address_are_not_tied(tmp_path: Path, classes: Any) -> None:
+    """DeepSpeed names them as tied: those got the shape of the other one."""
+    write_shared(tmp_path / "c", 1, classes)
+    path = tmp_path / "c" / "mp_rank_00_model_states.pt"
+    states = torch.load(path)
+    frozen = {"whole": torch.arange(3.0), "part": torch.arange(2.0), "none": torch.ones(0, 3)}
+    frozen["nothing"] = torch.ones(0, 5)
+    states["module"] |= frozen
+    states["shared_params"] |= {"part": "whole", "nothing": "none"}
+    torch.save(states, path)
+    found = bcp.open(tmp_path / "c").state_dict()
+    assert_same({name: found[f"model.{name}"] for name in frozen}, frozen)
+
+
 def test_a_rank_whose_weights_have_another_dtype_is_refused(tmp_path: Path, classes: Any) -> None:
     """Its bytes were read as elements of the first rank's dtype."""
     write_shared(tmp_path / "c", 2, classes)

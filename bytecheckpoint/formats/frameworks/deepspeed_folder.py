@@ -122,7 +122,7 @@ def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None
     """Adds the data that is saved with the model, except the tensors in flat buffers."""
     value, builder = saved.value, saved.builder
     flat = state.names if state else frozenset()
-    shared = value.get("shared_params") or {}
+    shared = _tied(value)
     for name, view in value["module"].items():
         stored = shared.get(name, name)
         # ZeRO 3 leaves empty tensors in the place of parameters.
@@ -153,6 +153,22 @@ def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None
         else:
             builder.trees[str(key)] = saved.plain(item, str(key))
     builder.set_step(value.get("global_steps"))
+
+
+def _tied(value: Any) -> dict[str, str]:
+    """Returns the name of each tied parameter by its other names.
+
+    DeepSpeed counts parameters as tied that begin at one address, as one that is a slice of another and all that are
+    empty do. Those of other shapes are not.
+    """
+    module, shared = value["module"], value.get("shared_params") or {}
+    pairs = {alias: (module.get(alias), module.get(name)) for alias, name in shared.items()}
+    apart = {
+        alias
+        for alias, views in pairs.items()
+        if all(isinstance(view, StoredView) for view in views) and len({view.shape for view in views}) > 1
+    }
+    return {alias: name for alias, name in shared.items() if alias not in apart}
 
 
 def _name_left_out(models: list[SavedFile]) -> None:
