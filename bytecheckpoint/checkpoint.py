@@ -192,7 +192,8 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
             tree = decode_plain(data)
             if is_optimizer_tree(tree):  # an empty state is no value: its tensors lie elsewhere
                 tree = {"param_groups": None, **({"state": tree["state"]} if tree["state"] else {})}
-            plain = [leaf for leaf, value in leaves(tree, fqn).items() if not isinstance(value, TensorRef)]
+            found = leaves(tree, fqn, may_repeat=True)
+            plain = [leaf for leaf, value in found.items() if not isinstance(value, TensorRef)]
             if any(name == leaf or name.startswith(f"{leaf}.") or leaf.startswith(f"{name}.") for leaf in plain):
                 return True
         return False
@@ -308,7 +309,8 @@ def plain_part(value: Any, views: Sequence[Any]) -> Any:
 
 def _refs(tree: Any, fqn: str) -> dict[str, str]:
     """Maps the FQN of each leaf that is a tensor in data files to the FQN of that tensor."""
-    return {leaf: value.fqn for leaf, value in leaves(tree, fqn).items() if isinstance(value, TensorRef)}
+    found = leaves(tree, fqn, may_repeat=True)  # others' plain data may have the keys 1 and "1"
+    return {leaf: value.fqn for leaf, value in found.items() if isinstance(value, TensorRef)}
 
 
 def _read_regions(

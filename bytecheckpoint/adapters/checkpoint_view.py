@@ -19,10 +19,11 @@ from bytecheckpoint.adapters.plain.manifest_trees import (
     common_tree,
     leaves_of_others,
     named_by_content,
+    stored_leaves,
     tensor_dicts,
 )
 from bytecheckpoint.adapters.plain.plain_data import decode_plain
-from bytecheckpoint.adapters.plain.plain_tree import descend, leaves
+from bytecheckpoint.adapters.plain.plain_tree import descend
 from bytecheckpoint.adapters.shards import NEW_TUPLE, torch_dtype
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest import Manifest
@@ -245,7 +246,7 @@ class CheckpointView:
         if source is None:
             return None
         tree = self.trees[source]
-        return StoredTree(source, tree, any(map(self.takes, leaves(tree, source))))
+        return StoredTree(source, tree, any(map(self.takes, stored_leaves(tree, source))))
 
     def object_tree(self, fqn: str) -> StoredTree | None:
         """Returns the tree that the object of this state FQN was saved as: an entry, the only item of a list of
@@ -262,11 +263,11 @@ class CheckpointView:
         roots = set(below)
         alone = [fqn for fqn in self.saved if not is_at_or_below(fqn, roots)]
         below |= {fqn: TensorRef(fqn) for fqn in alone if self.rename(fqn).startswith(self._below)}
-        return StoredTree("", below, any(map(self.takes, leaves(below, "")))) if roots else None
+        return StoredTree("", below, any(map(self.takes, stored_leaves(below, "")))) if roots else None
 
     @cached_property
     def _tree_names(self) -> dict[str, str]:
-        return self._by_new_name(self.trees, lambda fqn: any(map(self.takes, leaves(self.trees[fqn], fqn))))
+        return self._by_new_name(self.trees, lambda fqn: any(map(self.takes, stored_leaves(self.trees[fqn], fqn))))
 
     def subtree(self, fqn: str) -> StoredTree | None:
         """Returns the part of the plain data whose leaves are at or below this state FQN; None without such a part."""
@@ -376,7 +377,7 @@ class CheckpointView:
     @property
     def names_of_all_ranks(self) -> set[str]:
         """The checkpoint FQNs of all tensors and leaves of plain data, those of every rank's own values included."""
-        names = {leaf for fqn, data in all_trees(self._manifest) for leaf in leaves(decode_plain(data), fqn)}
+        names = {leaf for fqn, data in all_trees(self._manifest) for leaf in stored_leaves(decode_plain(data), fqn)}
         return names.union(self._manifest.tensors, self._manifest.aliases)
 
     def all_names(self) -> list[str]:
@@ -385,7 +386,7 @@ class CheckpointView:
 
     @cached_property
     def _saved_leaves(self) -> dict[str, Any]:
-        return dict(chain.from_iterable(leaves(tree, fqn).items() for fqn, tree in self.trees.items()))
+        return dict(chain.from_iterable(stored_leaves(tree, fqn).items() for fqn, tree in self.trees.items()))
 
 
 def is_at_or_below(fqn: str, roots: set[str]) -> bool:

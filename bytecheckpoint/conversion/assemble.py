@@ -39,7 +39,7 @@ class Job(NamedTuple):
 
 
 class Elements:
-    """Reads the elements of these tensors, on the calling thread and the source's threads."""
+    """Reads elements of a target's tensors, on the calling thread and the source's threads."""
 
     def __init__(self, source: Source, wanted: Sequence[WantedTensor]) -> None:
         self._source = source

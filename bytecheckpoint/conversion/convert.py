@@ -21,6 +21,7 @@ from bytecheckpoint.conversion.existing_target import (
     find_existing,
     open_target,
     refuse_own_files,
+    stale_after_link,
 )
 from bytecheckpoint.conversion.file_writer import FileWriter
 from bytecheckpoint.conversion.huggingface import plan_hf
@@ -133,7 +134,7 @@ def convert(
     a context that counts them.
 
     Raises the errors of a load and of a save. The target is not there then, or as it was before, unless the file that
-    makes it exist was written already, or may have been. That is done when all ranks have written theirs.
+    makes it exist, which is written after the files of all ranks, was written already or may have been.
     """
     about = Subject(showable_url(request.target), None, is_save=True)
     if request.is_link:
@@ -183,7 +184,10 @@ def _link(request: ConvertRequest, ranks: Ranks, about: Subject) -> Converted:
             store, folder = (source.store, source.folder) if manifest.linked_to else (place.store, "")
             check_reachable(store, folder, manifest, path=place.path)
             manifest = with_samples(store, folder, manifest, threads=_READER_THREADS)
+            replaced = deletion.files_of_checkpoint(place.store, "") if request.overwrite else []
+            stale = stale_after_link(place, replaced, source)
             num_bytes = write_link(place.store, manifest, overwrite=request.overwrite)
+            deletion.discard(place.store, "", stale)
         num_bytes = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode(num_bytes)), type=int)
     ranks.close()
     target = TargetPlan([], [], layout.MANIFEST_NAME, lambda _: b"")

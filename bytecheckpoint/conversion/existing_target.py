@@ -126,11 +126,26 @@ def _refuse_root_of_steps(place: TargetPlace, listing: Mapping[str, int | None])
 
 def refuse_own_files(place: TargetPlace, existing: ExistingTarget, names: Iterable[str], source: Source) -> None:
     """Raises CheckpointExistsError (exists) if a file that would be replaced belongs to the source."""
-    used = {_real_path(source.store, join_name(source.folder, file.name)) for file in source.manifest.files}
-    source_names = sorted(name for name in {*existing.stale, *names} if _real_path(place.store, name) in used)
+    source_names = sorted(files_of_source(place, {*existing.stale, *names}, source))
     if existing.is_there and source_names:
         what = f"{join_name(str(place.store), source_names[0])} is a file of the source, and would be replaced"
         raise _exists(place, what, "give another path: a source is never written over")
+
+
+def files_of_source(place: TargetPlace, names: Iterable[str], source: Source) -> set[str]:
+    """Returns those of these names at the target that are files of the source."""
+    used = {_real_path(source.store, join_name(source.folder, file.name)) for file in source.manifest.files}
+    return {name for name in names if _real_path(place.store, name) in used}
+
+
+def stale_after_link(place: TargetPlace, replaced: Sequence[str], source: Source) -> list[str]:
+    """Returns those files of a replaced checkpoint that are no files of the source, which a link needs."""
+    # Hazard: one folder may have two paths or endpoints that are not seen to be the same, as where it is mounted twice.
+    # The names of data files have the id of their save, so that a name of the source's may be a file of the source.
+    of_source = {file.name.rpartition("/")[2] for file in source.manifest.files}
+    others = [name for name in replaced if name.rpartition("/")[2] not in of_source]
+    kept = files_of_source(place, others, source)
+    return [name for name in others if name not in kept]
 
 
 def _real_path(store: Store, name: str) -> str:

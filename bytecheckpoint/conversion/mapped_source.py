@@ -35,8 +35,8 @@ class MappedView(NamedTuple):
     """Framework of the source and of the target."""
 
     def made_of_stored(self, wanted: Sequence[WantedTensor]) -> list[WantedTensor]:
-        """Returns `wanted`, whose pieces are whole tensors of the view, with these replaced by the pieces of stored
-        tensors that they are made of.
+        """Returns `wanted`, whose pieces are whole tensors of the view, with the pieces of stored tensors in their
+        place.
         """
         if self.pieces is None:
             return list(wanted)

@@ -130,7 +130,7 @@ class TargetPlan(NamedTuple):
 
     files: Sequence[TargetFile]
     by_rank: Sequence[Sequence[int]]
-    """Numbers of the files that each rank writes."""
+    """Numbers of the files that each rank writes. A sole file, without a `last`, is always the coordinator's."""
     last_name: str
     """Name of the file that is written last: without it there is no checkpoint."""
     last: Callable[[Sequence[DataFile]], bytes] | None
@@ -198,10 +198,11 @@ class ReadAhead:
 
     @contextmanager
     def content(self, block: Block) -> Iterator[memoryview]:
-        """Lends a block of the stream. Blocks have to be requested in ascending order.
+        """Lends the bytes of a block. Blocks have to be requested in ascending order.
 
-        Waits until there is a window for it: a store may want more blocks at once than all windows hold, and those that
-        it has are written without the ones that follow. Raises the error of another block that was not written.
+        Waits until the block's window is read, and before that until earlier windows are written and free: so a store
+        that has got blocks must write them without waiting for later ones. Raises the error of another block that was
+        not written.
         """
         number, start = divmod(block.byte_offset, self._window_bytes)
         try:

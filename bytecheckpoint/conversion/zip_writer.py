@@ -46,8 +46,8 @@ class _PlacedMember(NamedTuple):
 
 
 def archive_runs(members: Sequence[ZipMember], *, first_run: int) -> list[FileRun]:
-    """Returns the runs of an archive. It begins at a multiple of ALIGNMENT in its file, and its first run has the
-    number `first_run` there.
+    """Returns the runs of an archive, which has to be placed at a multiple of ALIGNMENT in its file. `first_run` is the
+    number of its first run among those of the file.
     """
     runs: list[FileRun] = []
     placed: list[_PlacedMember] = []
@@ -73,7 +73,7 @@ def archive_runs(members: Sequence[ZipMember], *, first_run: int) -> list[FileRu
 
 
 def _header_and_trailer(member: ZipMember, position: int, *, number: int) -> tuple[bytes, FileRun]:
-    """Returns a member's local header and the run behind its data."""
+    """Returns a member's local header and the run behind its data, which itself is run `number` of the file."""
     name, length = member.name.encode(), run_bytes(member.content)
     is_long = length >= _FULL_32
     flags, checksum = _UTF_8, 0

@@ -112,7 +112,9 @@ def find_file(store: Store, folder: str, name: str, num_bytes: int) -> ForeignPl
 
 
 def refuse_file_name(path: str, name: str) -> None:
-    """Raises UnsafeCheckpointError (path_escape) for a file name that no store reads or writes, as one with a time."""
+    """Raises UnsafeCheckpointError (path_escape) for a file name with ':' or a backslash, which no store
+    reads or writes.
+    """
     if UNSAFE_NAME.search(name):
         raise UnsafeCheckpointError(
             f"{path}: files with ':' or a backslash in their name are neither read nor written; nothing was touched: "

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, StorageError
+from bytecheckpoint.formats.file_reader import damaged, with_path
 from bytecheckpoint.manifest import Manifest, ManifestOutline, encode_manifest, read_outline
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.open_store import expand_home, is_plain_path, open_store
@@ -168,7 +169,6 @@ def manifest_bytes(found: FoundCheckpoint) -> bytes:
     if found.foreign is None:
         return layout.read_manifest_bytes(found.store, found.folder)
     from bytecheckpoint.formats.detect import read_manifest  # noqa: PLC0415 - as in `_find_foreign`
-    from bytecheckpoint.formats.file_reader import damaged  # noqa: PLC0415
 
     try:
         content = encode_manifest(read_manifest(found.store, found.foreign))
@@ -195,5 +195,4 @@ def outline_of(found: FoundCheckpoint) -> ManifestOutline:
     try:
         return read_outline(content)
     except CheckpointError as error:
-        path = found.manifest_path
-        raise type(error)(f"{path}: {error.message}", kind=error.kind, path=path) from error
+        raise with_path(error, found.manifest_path) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from bytecheckpoint.errors import StorageError
 from bytecheckpoint.formats.file_reader import FileReader, damaged, missing_file
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.formats.torch_save.file import SavedFile, open_saved
@@ -86,5 +87,13 @@ class SourceFolder:
                 continue
             if num_bytes is not None and _MAY_HOLD_TENSORS.match(name):
                 builder.leave_out(name, why)
-            elif num_bytes is None and any(map(_MAY_HOLD_TENSORS.match, self.list(name))):
+            elif num_bytes is None and self._may_hold_tensors(name):
                 builder.leave_out(f"{name}/", why)
+
+    def _may_hold_tensors(self, inside: str) -> bool:
+        try:
+            return any(map(_MAY_HOLD_TENSORS.match, self.list(inside)))
+        except StorageError as error:
+            if error.kind != "permission":
+                raise
+            return True  # as lost+found where a disk is mounted: it is no part of the checkpoint, so it is only named

@@ -125,6 +125,9 @@ class ManifestBuilder:
         a list, and each scheduler of Lightning's, is an entry of its own: `optimizer_states.0`.
 
         A value that is not a dict becomes the entry `value`; a state that is one optimizer becomes the entry "".
+
+        Raises CheckpointMismatchError (conflict) for two values or tensors of one name, and UnsafeCheckpointError
+        (limits_exceeded).
         """
         renamed: dict[str, str] = {}
         walk = _PlainWalk(self.path, on_tensor or self._refuse_tensor, renamed)
@@ -138,7 +141,8 @@ class ManifestBuilder:
                 found = walk.plain(item, name, MAX_DEPTH)
                 if not isinstance(found, TensorRef) or is_extra_state(name):
                     self._add_tree(name, found)
-            self.trees |= walk.extra
+            for name, extra in walk.extra.items():
+                self._add_tree(name, extra)
         moved = [(new, self.tensors.pop(old)) for old, new in renamed.items()]
         for new, record in moved:
             self._refuse_taken(new)
@@ -189,7 +193,8 @@ def two_of(path: str, fqn: str, what: str = "tensors") -> CheckpointMismatchErro
 def plain_tree(value: Any, fqn: str, *, path: str, on_tensor: OnTensor) -> Any:
     """Returns the value at an FQN with TensorRefs for the tensors in it, each of which is given to `on_tensor`.
 
-    Raises CheckpointCorruptError (bad_manifest) and UnsafeCheckpointError (limits_exceeded).
+    Raises CheckpointMismatchError (conflict), CheckpointCorruptError (bad_manifest) and UnsafeCheckpointError
+    (limits_exceeded).
     """
     return _PlainWalk(path, on_tensor, {}).plain(value, fqn, MAX_DEPTH)
 
@@ -272,12 +277,10 @@ class _PlainWalk:
             name = key if is_kept else str(key)
             child = join_fqn(fqn, name)
             found = self.plain(item, child, levels_left - 1)
-            if self.extra is not None and is_extra_state(child):
-                self.extra[child] = found
-            elif name in kept:  # as of the keys None and "None"
+            into, place = (kept, name) if self.extra is None or not is_extra_state(child) else (self.extra, child)
+            if place in into:  # as of the keys None and "None"
                 raise two_of(self._path, child, "values")
-            else:
-                kept[name] = found
+            into[place] = found
         return kept
 
 

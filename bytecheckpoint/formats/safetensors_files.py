@@ -82,7 +82,7 @@ def _refuse_incomplete(files: Sequence[str], path: str) -> None:
 
 def read_indexed(source: SourceFolder, name: str) -> None:
     """Reads the checkpoint of an index: each tensor from the file that the index names for it, and the tensors in these
-    files that the index does not name.
+    files that the index does not name. Raises as `read_folder`.
     """
     weights = read_index(source, name)
     headers = _read_headers(source, sorted(set(weights.values())))
@@ -96,7 +96,7 @@ def read_indexed(source: SourceFolder, name: str) -> None:
 
 
 def read_files(source: SourceFolder, names: Sequence[str]) -> None:
-    """Reads the checkpoint that these files are together."""
+    """Reads the checkpoint that these files are together. Raises as `read_folder`."""
     headers = _read_headers(source, names)
     _add_tensors(source.builder, headers, headers.parts)
 
@@ -180,7 +180,8 @@ def _read_headers(source: SourceFolder, names: Iterable[str]) -> _Headers:
             chunk = Chunk(region, number, entry.byte_offset, entry.byte_length)
             parts[name][entry.name] = _FilePart(entry.dtype, chunk)
         if sharding is None:
-            aliases |= {key: value for key, value in header.metadata.items() if value in parts[name]}
+            tied = {key: value for key, value in header.metadata.items() if value in parts[name] and key != "format"}
+            aliases |= tied
             builder.metadata = {**builder.metadata, **header.metadata}
     return _Headers(parts, is_sharded, aliases)
 

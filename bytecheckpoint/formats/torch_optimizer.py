@@ -62,6 +62,8 @@ def _tree_of_nested(state: Any, groups: Any) -> dict[str, Any] | None:
         "state": {by_text.get(str(key), str(key)): values for key, values in state.items()},
         "groups": {},
     }
+    if len(tree["state"]) < len(state):  # as of the keys 1 and "1"
+        return None
     for index, group in enumerate(groups):
         params = dict.fromkeys(by_key[key] for key in group["params"])
         values = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
@@ -79,8 +81,8 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
     return found if len(set(found)) == len(found) and all(type(name) is str for name in found) else None
 
 
-def _tree_of_flattened(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tree of a flattened state_dict."""
+def _tree_of_flattened(value: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the tree of a flattened state_dict; None if one of its values would lie in another."""
     tree: dict[str, Any] = {"state": {}, "groups": {}}
     for path, item in value.items():
         if path.startswith(_GROUPS):
@@ -91,11 +93,19 @@ def _tree_of_flattened(value: Mapping[str, Any]) -> dict[str, Any]:
     for path, item in value.items():
         if path.startswith(_STATE):
             name, keys = _split(path.removeprefix(_STATE), tree["groups"])
-            at = tree["state"].setdefault(name, {})
-            for key in keys[:-1]:
-                at = at.setdefault(key, {})
-            at[keys[-1]] = item
+            if not _put(tree["state"].setdefault(name, {}), keys, item):
+                return None
     return tree
+
+
+def _put(root: dict[str, Any], keys: Sequence[str], value: Any) -> bool:
+    """Puts a value into nested dicts, at its keys. Returns False, and leaves it out, if another value is in the way."""
+    at = root
+    for key in keys[:-1]:
+        at = at.setdefault(key, {})
+        if type(at) is not dict:
+            return False
+    return at.setdefault(keys[-1], value) is value
 
 
 def _split(path: str, names: Mapping[str, Any]) -> tuple[str, list[str]]:

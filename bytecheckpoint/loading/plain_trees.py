@@ -155,11 +155,16 @@ class PlainData:
         root: dict[Any, Any] = {}
         for fqn, tree in self._trees().items():
             value = self._with_stubs(tree, fqn, placed)
-            if fqn or not self._manifest.foreign_format:  # a key may be "" here; others' formats have that for the root
-                self._place(root, fqn, value)
-            else:
+            if self._is_whole_state(fqn, tree):
                 root = value
+            else:
+                self._place(root, fqn, value)
         return root
+
+    def _is_whole_state(self, fqn: str, tree: Any) -> bool:
+        """Returns True for a state that is one optimizer, which others' formats name "". Keys may be "" as well."""
+        is_sole = bool(self._manifest.foreign_format) and len(self._manifest.objects) == 1
+        return not fqn and is_sole and is_optimizer_tree(tree)
 
     def _stub(self, name: str) -> TensorStub:
         return TensorStub(self._numbers[self._selection.aliases.get(name, name)])

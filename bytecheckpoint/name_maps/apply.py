@@ -282,8 +282,8 @@ class _Application:
                     one_values.setdefault(fqn, made)
                 elif layer is None:
                     yield WantedTensor(fqn, *made)
-                else:
-                    stacks.setdefault(fqn, {})[layer] = made
+                elif stacks.setdefault(fqn, {}).setdefault(layer, made) is not made:
+                    raise refusal(self._map, f"two tensors of it come to the name {fqn!r:.200}, layer {layer}")
         for fqn, made in one_values.items():
             yield WantedTensor(fqn, *made)
         for fqn, layers in stacks.items():

@@ -62,10 +62,11 @@ def has_separate_experts(manifest: Manifest) -> bool:
 def with_fused_experts(manifest: Manifest) -> Manifest | None:
     """Returns the same checkpoint with stacks of all experts of a layer, as in transformers 5, in the same files.
 
-    Experts that cannot be stacked stay single. Returns None if none can be. Raises the errors of `relink`.
+    Experts that cannot be stacked stay single. Returns None if none can be, or if two tensors would get one name.
+    Raises the errors of `relink`.
     """
-    layers = [name for name in manifest.tensors if ".weight" in name and "experts." in name]
-    described = dict(zip(layers, manifest.describe_each(layers), strict=True))
+    weights = [name for name in manifest.tensors if ".weight" in name and "experts." in name]
+    described = dict(zip(weights, manifest.describe_each(weights), strict=True))
     aliased = set(manifest.aliases.values())
     fused = [layer for layer in _layers(described) if aliased.isdisjoint(layer.sources)]
     if not fused:
@@ -73,9 +74,13 @@ def with_fused_experts(manifest: Manifest) -> Manifest | None:
     replaced = {name for layer in fused for name in layer.sources}
     prefixes = {layer.files_prefix: layer.memory_prefix for layer in fused if layer.files_prefix != layer.memory_prefix}
     rename = partial(_renamed, renamed=prefixes, block=EXPERT_NAMES["mixtral"].block)
+    wanted = [stack for layer in fused for stack in layer.wanted]
     tensors = {rename(name): manifest.tensors[name] for name in manifest.tensors if name not in replaced}
-    tensors |= relink(manifest, [wanted for layer in fused for wanted in layer.wanted]).records
     aliases = {rename(alias): rename(fqn) for alias, fqn in manifest.aliases.items()}
+    num_names = len(manifest.tensors) - len(replaced) + len(wanted) + len(aliases)
+    if len({*tensors, *aliases, *(stack.fqn for stack in wanted)}) < num_names:
+        return None
+    tensors |= relink(manifest, wanted).records
     return replace(manifest, tensors=tensors, aliases=aliases)
 
 
@@ -165,6 +170,7 @@ def with_separate_experts(tensors: Sequence[WantedTensor], names: ExpertNames) -
 
     A tensor that is not a stack of experts in the layout of transformers 5 (number of experts, rows, columns; gate
     before up; no bias beside them) stays as it is. Tensors beside a stack, such as a router, are named as in files too.
+    All stay as they are if two tensors would get one name.
     """
     by_name = {tensor.fqn: tensor for tensor in tensors}
     stack_names: dict[str, set[str]] = {}
@@ -180,7 +186,8 @@ def with_separate_experts(tensors: Sequence[WantedTensor], names: ExpertNames) -
             separate |= parts
             renamed[prefix] = _with_block(prefix, _MLP, names.block)
     found = [each for tensor in tensors for each in separate.get(tensor.fqn, [tensor])]
-    return [tensor._replace(fqn=_renamed(tensor.fqn, renamed, _MLP)) for tensor in found]
+    named = [tensor._replace(fqn=_renamed(tensor.fqn, renamed, _MLP)) for tensor in found]
+    return named if len({tensor.fqn for tensor in named}) == len(named) else list(tensors)
 
 
 def _separate(

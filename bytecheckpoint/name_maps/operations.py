@@ -1,5 +1,5 @@
-"""The operations of name maps: the regions of stored tensors that a tensor of the other framework consists of. They
-are few, so that each goes both ways.
+"""The operations of name maps: the regions of stored tensors that a tensor of the other framework consists of. Each has
+an inverse, so that every map goes both ways.
 """
 
 from __future__ import annotations

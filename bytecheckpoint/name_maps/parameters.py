@@ -25,7 +25,7 @@ class PlainValues:
                 self._by_last.setdefault(fqn.rpartition(".")[2], []).append((fqn, value))
 
     def find(self, name: str) -> bool | int | str | None:
-        """Returns the value at this FQN, or at any FQN that ends with it. None if there is none. Raises
+        """Returns the value at this FQN, or at any FQN that ends with it after a dot. None if there is none. Raises
         CheckpointMismatchError (conflict) if there are several that differ.
         """
         matching = [
@@ -123,7 +123,7 @@ class Options:
         chosen = self._given.get(VARIANT, names[0] if names else None)
         if chosen is None:
             return 0
-        if chosen not in names:
+        if str(chosen) not in names:
             raise self._refusal(
                 f"{self._map.sides[side]} has no variant {chosen!r:.80}, only {', '.join(names) or 'one'}"
             )
@@ -152,7 +152,7 @@ class Options:
 
 
 def refusal(
-    name_map: MapFile, what: str, kind: Literal["conflict", "shape", "dtype", "missing_key"] = "conflict"
+    name_map: MapFile, what: str, kind: Literal["conflict", "shape", "missing_key"] = "conflict"
 ) -> CheckpointMismatchError:
     """Returns the error for a checkpoint that this map cannot be used with."""
     return CheckpointMismatchError(

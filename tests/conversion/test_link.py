@@ -97,6 +97,26 @@ def test_a_link_elsewhere_is_followed_only_by_who_asks_for_it(call, tmp_path, so
     assert call("convert", link, tmp_path / "hf", "--to", "hf", "--follow-links").code == 0
 
 
+def test_a_link_that_replaces_a_checkpoint_removes_its_files_but_none_of_the_source(call, tmp_path) -> None:
+    """They stayed for good: `bcp gc` does not find them either."""
+    write_hf(tmp_path / "hf")
+    for source, num_files in (("hf", 0), ("own", 1)):
+        shutil.rmtree(tmp_path / "own", ignore_errors=True)
+        write_own(tmp_path / "own")
+        call("convert", tmp_path / source, tmp_path / "own", "--to", "bcp", "--link", "--overwrite")
+        assert len(list((tmp_path / "own").rglob("*.safetensors"))) == num_files
+        assert_loads(tmp_path / "own", FOLLOW)
+
+
+def test_a_link_removes_no_file_that_has_the_name_of_one_of_the_source(call, tmp_path) -> None:
+    """It may be the same file, in a folder that is mounted twice: paths do not tell."""
+    write_own(tmp_path / "own")
+    shutil.copytree(tmp_path / "own", tmp_path / "mounted")
+    call("convert", tmp_path / "mounted", tmp_path / "own", "--to", "bcp", "--link", "--overwrite")
+    assert len(list((tmp_path / "own").rglob("*.safetensors"))) == 1
+    assert_loads(tmp_path / "own", FOLLOW)
+
+
 def test_a_part_of_a_checkpoint_under_other_names(call, tmp_path) -> None:
     write_own(tmp_path / "run")
     arguments = ("--link", "--include", "layers.[0-3].*", "--rename", "^layers=blocks")

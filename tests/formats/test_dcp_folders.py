@@ -50,6 +50,14 @@ def test_tensors_and_plain_data_are_read_in_place(tmp_path: Path) -> None:
     assert (objects["nested.tuple"], objects["pair.1"]) == ((1, 2), "in an object")
 
 
+def test_a_dict_that_was_saved_whole_keeps_its_numbers_as_keys(tmp_path: Path) -> None:
+    """It came back as a list."""
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    names = {0: "cat", 1: "dog"}
+    dcp.save({"w": torch.ones(2), "names": names}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert bcp.load_tree(tmp_path)["names"] == names
+
+
 def test_a_state_is_filled_from_it(tmp_path: Path) -> None:
     expected = state()
     save(expected, tmp_path / "dcp")

@@ -161,6 +161,11 @@ def lost_extra_state(folder: Path) -> None:
     (folder / "extra_state" / "extra_state_rank_0.pt").unlink()
 
 
+def lost_extra_state_of_a_hundred_million(folder: Path) -> None:
+    path = folder / "extra_state" / "extra_state_rank_1.pt"
+    path.rename(path.with_name("extra_state_rank_99999999.pt"))  # a set of all ranks took gigabytes
+
+
 def cut_extra_state(folder: Path) -> None:
     (folder / "extra_state" / "extra_state_rank_1.pt").write_bytes(b"PK\x03\x04")
 
@@ -198,6 +203,7 @@ DAMAGE = {
     lost_data: "missing_file",
     unfinished: "missing_file",
     lost_extra_state: "missing_file",
+    lost_extra_state_of_a_hundred_million: "missing_file",
     cut_extra_state: "truncated",
     hostile_extra_state: "pickle_refused",
     hostile_tensor: "pickle_refused",

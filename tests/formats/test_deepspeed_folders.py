@@ -81,6 +81,7 @@ def write_shared(folder: Path, num_ranks: int, classes: types.SimpleNamespace) -
     """As ZeRO 1 and 2: fp32 without padding, the state of the optimizer with it."""
     folder.mkdir(parents=True)
     module = {name: value(name, "weight").bfloat16() for name in SHAPES} | {"mean": torch.ones(3)}
+    module["tied.weight"] = module["b.weight"]
     torch.save(model_states(module), folder / "mp_rank_00_model_states.pt")
     total = sum(map(math.prod, SHAPES.values()))
     part = -(-total // (2 * num_ranks)) * 2
@@ -118,7 +119,8 @@ def write_divided(folder: Path, num_ranks: int, classes: types.SimpleNamespace, 
             key: [torch.cat([shard(name, key, rank, num_ranks) for name in group]) for group in groups]
             for key in ("weight", "exp_avg")
         }
-        states = model_states({name: torch.empty(0) for name in SHAPES} | {"mean": torch.ones(3)})
+        empty = dict.fromkeys([*SHAPES, "tied.weight"], torch.empty(0))
+        states = model_states({**empty, "mean": torch.ones(3)})
         states["param_shapes"] = [OrderedDict((name, torch.Size(SHAPES[name])) for name in group) for group in groups]
         torch.save(states, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
         optimizer = {
@@ -155,7 +157,7 @@ def test_parameters_are_found_in_what_ranks_share(tmp_path: Path, num_ranks: int
         for key in ("exp_avg", "exp_avg_sq"):
             assert_same({"": found[f"optimizer.state.{name}.{key}"]}, {"": value(name, key)})
         assert found[f"optimizer.state.{name}.step"] == 5.0
-    assert torch.equal(found["model.tied.weight"], found["model.b.weight"])
+    assert_same({"": found["model.tied.weight"]}, {"": found["model.b.weight"]})  # in full precision
     assert torch.equal(found["model.mean"], torch.ones(3))
     objects = plain_leaves(checkpoint)
     assert objects["optimizer.groups.a.weight.values.lr"] == 0.25
@@ -174,7 +176,25 @@ def test_parameters_are_found_that_are_divided_one_by_one(
         assert_same({"": found[f"model.{name}"]}, {"": value(name, "weight")})
         assert_same({"": found[f"optimizer.state.{name}.exp_avg"]}, {"": value(name, "exp_avg")})
         assert plain_leaves(checkpoint)[f"optimizer.state.{name}.step"] == 5
+    assert_same({"": found["model.tied.weight"]}, {"": found["model.b.weight"]})  # not the empty tensor of ZeRO 3
     assert not any(fqn.startswith("module.") for fqn in found)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("shape", [(2, 3), (4,), ()])
+def test_a_frozen_parameter_that_zero_3_divided_has_its_shape(
+    tmp_path: Path, num_ranks: int, shape: tuple[int, ...], classes: Any
+) -> None:
+    """That of one rank stayed flat."""
+    write_divided(tmp_path / "c", num_ranks, classes)
+    frozen = torch.arange(math.prod(shape)).reshape(shape)
+    share = -(-frozen.numel() // num_ranks)
+    padded = torch.cat([frozen.flatten(), torch.full((share * num_ranks - frozen.numel(),), 99)])
+    for rank, part in enumerate(padded.split(share)):
+        path = tmp_path / "c" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        states = torch.load(path) | {"frozen_param_shapes": {"frozen": frozen.shape}}
+        torch.save(states | {"frozen_param_fragments": {"frozen": part.clone()}}, path)
+    assert_same({"": bcp.open(tmp_path / "c").state_dict()["model.frozen"]}, {"": frozen})
 
 
 class Part(torch.nn.Module):
@@ -292,3 +312,59 @@ def test_a_dynamic_loss_scale_is_kept_and_what_other_ranks_have_of_their_own_is_
     assert "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: residuals" in left_out
     assert "zero_pp_rank_1_mp_rank_00_model_states.pt: noise" in left_out
     assert "zero_pp_rank_0_mp_rank_00_model_states.pt" not in left_out
+
+
+def test_parameters_that_only_begin_at_one_address_are_not_tied(tmp_path: Path, classes: Any) -> None:
+    """DeepSpeed names them as tied: those got the shape of the other one."""
+    write_shared(tmp_path / "c", 1, classes)
+    path = tmp_path / "c" / "mp_rank_00_model_states.pt"
+    states = torch.load(path)
+    frozen = {"whole": torch.arange(3.0), "part": torch.arange(2.0), "none": torch.ones(0, 3)}
+    frozen["nothing"] = torch.ones(0, 5)
+    states["module"] |= frozen
+    states["shared_params"] |= {"part": "whole", "nothing": "none"}
+    torch.save(states, path)
+    found = bcp.open(tmp_path / "c").state_dict()
+    assert_same({name: found[f"model.{name}"] for name in frozen}, frozen)
+
+
+def test_a_rank_whose_weights_have_another_dtype_is_refused(tmp_path: Path, classes: Any) -> None:
+    """Its bytes were read as elements of the first rank's dtype."""
+    write_shared(tmp_path / "c", 2, classes)
+    path = tmp_path / "c" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    states = torch.load(path, weights_only=False)
+    groups = states["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    groups[:] = [each.half() for each in groups]
+    torch.save(states, path)
+    with pytest.raises(bcp.CheckpointCorruptError, match=r"is float16, and float32 in .*rank_0_"):
+        bcp.open(tmp_path / "c")
+
+
+def test_buffers_of_several_dtypes_are_refused(tmp_path: Path, classes: Any) -> None:
+    """The bytes of the second were read as elements of the first one's dtype."""
+    write_divided(tmp_path / "c", 1, classes, num_buffers=2)
+    path = tmp_path / "c" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    states = torch.load(path, weights_only=False)
+    of_second = states["optimizer_state_dict"]["optimizer_state_dict"]["state"][1]
+    of_second["exp_avg"] = of_second["exp_avg"].half()
+    torch.save(states, path)
+    with pytest.raises(bcp.CheckpointCorruptError, match=r"exp_avg are not all float32"):
+        bcp.open(tmp_path / "c")
+
+
+@pytest.mark.parametrize("kind", ["model_states", "optim_states"])
+def test_two_files_of_one_rank_are_refused(tmp_path: Path, classes: Any, kind: str) -> None:
+    """One of them was read, now this one and now that one."""
+    write_shared(tmp_path / "c", 1, classes)
+    old = next(path for path in (tmp_path / "c").iterdir() if kind in path.name)
+    (tmp_path / "c" / f"zero_pp_rank_0_mp_rank_00_{kind}.pt").write_bytes(old.read_bytes())
+    with pytest.raises(bcp.CheckpointMismatchError, match="which are of one rank"):
+        bcp.open(tmp_path / "c")
+
+
+def test_a_users_value_under_a_name_that_the_entries_have_is_named_as_left_out(tmp_path: Path) -> None:
+    write_without_zero(tmp_path / "c", is_wrapped=False)
+    path = tmp_path / "c" / "mp_rank_00_model_states.pt"
+    torch.save(torch.load(path) | {"engine": "a V8", 1: "a", "1": "b"}, path)
+    left_out = bcp.open(tmp_path / "c").info.metadata["left_out"]
+    assert left_out.startswith(f"{path.name}: engine, {path.name}: 1: another entry has this name; ")

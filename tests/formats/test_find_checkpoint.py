@@ -102,6 +102,25 @@ def test_nothing_there_is_not_found_though_the_folder_above_must_not_be_listed(
     assert caught.value.kind == "not_found"
 
 
+def test_a_folder_that_is_no_part_of_the_checkpoint_need_not_be_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As lost+found, where a disk is mounted at the folder."""
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    (tmp_path / "lost+found").mkdir()
+    listed = LocalStore.list
+
+    def list_allowed(store: LocalStore, folder: str) -> Any:
+        if folder == "lost+found":
+            raise bcp.StorageError("not allowed to list it", kind="permission")
+        return listed(store, folder)
+
+    monkeypatch.setattr(LocalStore, "list", list_allowed)
+    checkpoint = bcp.open(tmp_path)
+    assert_same(checkpoint.state_dict(), TENSORS)
+    assert checkpoint.info.metadata["left_out"].startswith("lost+found/: ")
+
+
 @pytest.mark.parametrize("path", ["x.pt", "./x.pt", "{}/x.pt", "file://{}/x.pt"])
 def test_a_file_is_found_however_its_path_is_spelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.chdir(tmp_path)

@@ -77,6 +77,11 @@ def test_a_model_is_loaded_though_the_file_has_no_name_for_it(tmp_path: Path) ->
     assert_same(dict(untied.state_dict()), dict(saved.state_dict()))
 
 
+def test_the_format_in_the_metadata_is_no_name_of_a_tensor(tmp_path: Path) -> None:
+    save_file({"pt": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert list(bcp.open(tmp_path).state_dict()) == ["pt"]
+
+
 def test_a_part_of_the_model_is_found_under_the_name_that_it_has_there(tmp_path: Path) -> None:
     saved, part = Model(), Model().model
     save_model(saved, str(tmp_path / "model.safetensors"))

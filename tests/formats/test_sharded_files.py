@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -136,10 +137,12 @@ def test_what_a_rank_has_of_its_own_is_kept(tmp_path: Path) -> None:
     for rank in range(2):
         with as_rank(rank, 2):
             state = {"w": sharded_tensor(WHOLE["layers.1.weight"], rank, 2), "seed": rank, "rng": torch.tensor([rank])}
-            torch.save({**state, "same": [1, 2]}, tmp_path / "c" / f"rank_{rank}.pt")
+            inside = argparse.Namespace(noise=torch.tensor([rank]))
+            torch.save({**state, "same": [1, 2], "args": inside}, tmp_path / "c" / f"rank_{rank}.pt")
     checkpoint = bcp.open(tmp_path / "c")
     assert (plain_leaves(checkpoint)["seed"], plain_leaves(checkpoint)["rank_1.seed"]) == (0, 1)
     assert (checkpoint["rng"][0], checkpoint["rank_1.rng"][0]) == (0, 1)
+    assert (checkpoint["args.noise"][0], checkpoint["rank_1.args.noise"][0]) == (0, 1)
     assert "rank_1.same.0" not in plain_leaves(checkpoint)
 
 

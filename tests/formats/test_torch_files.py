@@ -137,6 +137,7 @@ def test_plain_data_comes_back_beside_the_tensors(tmp_path: Path) -> None:
         "large": 1 << 70,
         "set": {1},
         "path": Path("/a/b"),
+        "here": Path(),
         "args": argparse.Namespace(lr=0.1, layers=[1, 2]),
         "more": types.SimpleNamespace(name="x"),
         "none": None,
@@ -153,7 +154,7 @@ def test_plain_data_comes_back_beside_the_tensors(tmp_path: Path) -> None:
     assert (objects["scalar"], type(objects["scalar"])) == (2.5, np.float64)
     assert (objects["size"], objects["dtype"], objects["device"]) == (torch.Size([2, 3]), torch.bfloat16, "cuda:1")
     assert (objects["complex"], objects["bytes"], objects["large"]) == (1 + 2j, b"\x00\xff", 1 << 70)
-    assert (objects["set"], objects["path"], objects["none"]) == ([1], "/a/b", None)
+    assert (objects["set"], objects["path"], objects["here"], objects["none"]) == ([1], "/a/b", ".", None)
     assert (objects["args.lr"], objects["args.layers"], objects["more.name"]) == (0.1, [1, 2], "x")
     assert objects["7"] == "number"
     loaded = {"epoch": 0, "nested": {"tuple": (0, "", 1), "tensor": torch.zeros(2), "list": [torch.ones(1), {"a": 0}]}}
@@ -238,6 +239,43 @@ def test_a_dict_that_only_looks_like_an_optimizer_is_plain_data(tmp_path: Path) 
     assert plain_leaves(bcp.open(save({"x": {"state.weight": 1, "state.bias": 2}}, tmp_path)))["x.state.bias"] == 2
 
 
+def test_values_of_a_flattened_optimizer_that_would_lie_in_one_another_all_stay(tmp_path: Path) -> None:
+    """One was lost, or the file was a TypeError."""
+    for names in (["x", "x.y"], ["x.y", "x"]):
+        state = {f"state.a.{name}": torch.full((2,), number) for number, name in enumerate(names)}
+        found = bcp.open(save({**state, "param_groups.a.lr": 0.1}, tmp_path)).state_dict()
+        assert_same(found, state)
+
+
+def test_state_of_an_optimizer_whose_keys_come_to_one_name_stays(tmp_path: Path) -> None:
+    """That of one key was lost."""
+    groups = [{"params": [0], "param_names": ["w"], "lr": 0.1}]
+    state = {"state": {0: {"step": 1}, "w": {"step": 2}}, "param_groups": groups}
+    found = plain_leaves(bcp.open(save(state, tmp_path)))
+    assert (found["state.0.step"], found["state.w.step"]) == (1, 2)
+
+
+class Reduced:
+    """Pickled, it is a call of a function with these arguments."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self._call = function, args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._call
+
+
+def test_dicts_that_a_pickle_makes_by_a_call_have_their_items(tmp_path: Path) -> None:
+    """They came back empty."""
+    full = {
+        "pairs": Reduced(dict, [("a", 1)]),
+        "dict": Reduced(dict, {"a": 1}),
+        "default": Reduced(defaultdict, int, {"a": 1}),
+    }
+    found = bcp.load_tree(save({**full, "empty": Reduced(dict)}, tmp_path))
+    assert found == {**{name: {"a": 1} for name in full}, "empty": {}}
+
+
 def refused(path: Path) -> bcp.CheckpointError:
     with pytest.raises(bcp.CheckpointError) as caught:
         bcp.open(path)
@@ -304,6 +342,8 @@ TIED = torch.zeros(2)
         {1: torch.zeros(2), "1": "y"},
         {"1": "y", 1: torch.zeros(2)},
         {"a": TIED, 1: TIED, "1": "y"},
+        {"a": {"b._extra_state": 1, "b": {"_extra_state": 2}}},
+        {"a._extra_state": 1, "a": {"_extra_state": 2}},
     ],
 )
 def test_two_keys_that_come_to_one_name_are_refused(tmp_path: Path, state: dict) -> None:
@@ -311,6 +351,42 @@ def test_two_keys_that_come_to_one_name_are_refused(tmp_path: Path, state: dict)
     error = refused(save(state, tmp_path))
     assert error.kind == "conflict"
     assert "two values that come to the name" in error.message
+
+
+@pytest.mark.parametrize("value", [1, {"b": 1}, {"state": {0: {"step": 1}}, "param_groups": [{"params": [0]}]}])
+def test_a_key_without_a_name_may_stand_beside_others(tmp_path: Path, value: object) -> None:
+    """In a tree its value took the place of the others that came before it, or that was a TypeError."""
+    state = {"a": 1, "": value, "w": torch.ones(2)}
+    path = save(state, tmp_path)
+    tree = bcp.load_tree(path)
+    assert (tree[""], tree["a"], set(tree)) == (value, 1, {"", "a", "w"})
+    loaded = {"a": 0, "w": torch.zeros(2)}
+    bcp.load(path, loaded)
+    assert (loaded["a"], loaded["w"].tolist()) == (1, [1, 1])
+    assert_same(bcp.open(path).state_dict(), {"w": torch.ones(2)})
+
+
+@pytest.mark.parametrize("value", [{1: 2, "1": 3}, {"b.c": 1, "b": {"c": 2}}])
+def test_two_values_of_one_name_in_plain_data_hide_no_tensor(tmp_path: Path, value: dict[Any, Any]) -> None:
+    """All of these were CheckpointSaveErrors, which said that nothing was written."""
+    path = save({"a": value, "w": torch.ones(2)}, tmp_path)
+    checkpoint = bcp.open(path)
+    assert_same(checkpoint.state_dict(), {"w": torch.ones(2)})
+    assert (checkpoint["w"].shape, checkpoint.objects) == ((2,), {"a": value})
+    with pytest.raises(KeyError, match="plain data is in `objects`"):
+        checkpoint["a.1" if 1 in value else "a.b.c"]
+    assert bcp.load_tree(path)["a"] == value
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"'a' of .* two values of one name.* nothing was loaded"):
+        bcp.load(path, {"w": torch.zeros(2)})
+
+
+def test_tensors_of_which_one_has_no_name_are_loaded(tmp_path: Path) -> None:
+    state = {"": torch.ones(2), "a": torch.full((2,), 2.0)}
+    path = save(state, tmp_path)
+    assert_same(bcp.open(path).state_dict(), state)
+    loaded = {key: torch.zeros(2) for key in state}
+    bcp.load(path, loaded)
+    assert_same(loaded, state)
 
 
 def test_the_format_before_torch_1_6_is_refused_by_name(tmp_path: Path) -> None:

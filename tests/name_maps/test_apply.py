@@ -516,6 +516,21 @@ def test_two_names_of_one_tensor_are_refused() -> None:
         apply(both, facts=model.facts)
 
 
+@pytest.mark.parametrize("stacked", ["yes", "no"])
+def test_two_models_that_come_to_the_same_names_are_refused(stacked: str) -> None:
+    """Where layers are stacked, the second took the place of the first."""
+    text = """
+    format = 1
+    sides = ["ours", "hf"]
+    around = [{ ours = "{name}", hf = "model.{name}" }, { ours = "{name}", hf = "ema.{name}" }]
+    tensors = [{ ours = "blocks.{layer}.w", hf = "h.{layer}.w" }]
+    stacked = { ours = "layer" }
+    """
+    arrays = {f"{model}.h.{layer}.w": np.zeros(2) for model in ("model", "ema") for layer in (0, 1)}
+    with pytest.raises(CheckpointMismatchError, match="two tensors of it come to the name 'blocks"):
+        apply(arrays, name_map=parse_map(text, "ours"), stacked=stacked)
+
+
 def test_names_of_no_side_are_told_from_those_of_one() -> None:
     with pytest.raises(CheckpointMismatchError, match=r"cannot be told which it is \(its first names: a, b\)"):
         apply({"a": np.ones(2), "b": np.ones(2)})
@@ -675,6 +690,18 @@ def test_equal_parts_need_no_sizes() -> None:
     assert_equal(found, {"y.7.p": arrays["x.7.w"][[0, 1, 4, 5]], "y.7.q": arrays["x.7.w"][[2, 3, 6, 7]]})
     with pytest.raises(CheckpointMismatchError, match=r"it has 8 rows, which are not 6 equal parts"):
         apply(arrays, name_map=name_map, groups=3)
+
+
+def test_a_variant_may_have_a_number_as_its_name() -> None:
+    """A command reads it as a number."""
+    text = """
+    format = 1
+    sides = ["a", "b"]
+    tensors = [{ a = "x", b = ["y", "z"] }]
+    variants = { b = ["1", "2"] }
+    """
+    plan = apply({"x": np.zeros(2)}, name_map=parse_map(text, "numbers"), **parse_options(["variant=2"]))
+    assert [tensor.fqn for tensor in plan.tensors] == ["z"]
 
 
 def test_every_map_of_the_library_reads() -> None:

@@ -90,6 +90,25 @@ def test_experts_of_several_dtypes_are_left_as_they_are():
     assert with_fused_experts(manifest_of(QWEN, {name: "float8_e4m3fn"})) is None
 
 
+@pytest.mark.parametrize(
+    ("shapes", "taken"),
+    [(QWEN, "model.layers.0.mlp.experts.gate_up_proj"), (MIXTRAL, "model.layers.0.mlp.gate.weight")],
+)
+def test_experts_are_left_as_they_are_where_a_name_of_a_stack_or_beside_it_is_taken(shapes, taken):
+    """The tensor that had the name was lost."""
+    beside = {"model.layers.0.block_sparse_moe.gate.weight": (3, COLUMNS), taken: (1,)}
+    assert with_fused_experts(manifest_of(shapes | beside)) is None
+
+
+@pytest.mark.parametrize("taken", ["block_sparse_moe.experts.1.w3.weight", "block_sparse_moe.gate.weight"])
+def test_stacks_stay_stacks_where_a_name_of_an_expert_or_beside_it_is_taken(taken):
+    """A file had the name once in its header, and the bytes of two tensors."""
+    stacks = {"gate_up_proj": (3, 2 * ROWS, COLUMNS), "down_proj": (3, COLUMNS, ROWS)}
+    shapes = {f"mlp.experts.{name}": shape for name, shape in stacks.items()} | {"mlp.gate.weight": (3,), taken: (1,)}
+    wanted = [same_tensor(fqn, "float32", shape, stored_fqn=fqn) for fqn, shape in shapes.items()]
+    assert with_separate_experts(wanted, EXPERT_NAMES["mixtral"]) == wanted
+
+
 def test_a_checkpoint_without_experts_is_none():
     assert with_fused_experts(manifest_of({"model.norm.weight": (2,)})) is None
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from bytecheckpoint.adapters.data.stream_wire import LAYOUT_KEYS, has_mark
+from bytecheckpoint.adapters.plain.manifest_trees import stored_leaves
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, is_content_fqn, keep_in_tree
-from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import dtype_name
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef
@@ -61,12 +61,12 @@ def named_values(manifest: Manifest, is_wanted: Callable[[str], bool]) -> NamedV
 def _leaves(manifest: Manifest) -> Iterator[tuple[ValueKey, Any]]:
     for fqn, data in manifest.objects.items():
         layout = {f"{fqn}.{key}" for key in LAYOUT_KEYS} if has_mark(data) else set()
-        for leaf, value in leaves(decode_plain(data), fqn).items():
+        for leaf, value in stored_leaves(decode_plain(data), fqn).items():
             if leaf not in layout:
                 yield ValueKey(leaf, None), value
     for fqn, by_rank in manifest.rank_objects.items():
         for rank, data in sorted(by_rank.items()):
-            for leaf, value in leaves(decode_plain(data), fqn).items():
+            for leaf, value in stored_leaves(decode_plain(data), fqn).items():
                 yield ValueKey(leaf, rank), value
 
 

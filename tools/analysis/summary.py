@@ -295,8 +295,8 @@ def plain_objects(opened: Opened) -> list[PlainSummary]:
     single ranks are read from the data files, others are left out. Raises the errors of a load.
     """
     # Decoding them needs torch, and no other command does.
+    from bytecheckpoint.adapters.plain.manifest_trees import stored_leaves  # noqa: PLC0415
     from bytecheckpoint.adapters.plain.plain_data import decode_plain  # noqa: PLC0415
-    from bytecheckpoint.adapters.plain.plain_tree import leaves  # noqa: PLC0415
     from bytecheckpoint.checkpoint import Checkpoint  # noqa: PLC0415
     from bytecheckpoint.loading.read import Source  # noqa: PLC0415
     from bytecheckpoint.manifest.plain_wire import TensorRef  # noqa: PLC0415
@@ -304,7 +304,7 @@ def plain_objects(opened: Opened) -> list[PlainSummary]:
 
     source = Source(opened.store, opened.folder, opened.manifest, LoadOptions(), is_exchanged=False)
     checkpoint = Checkpoint(source, opened.path)
-    trees = {fqn: leaves(decode_plain(data), fqn) for fqn, data in opened.manifest.objects.items()}
+    trees = {fqn: stored_leaves(decode_plain(data), fqn) for fqn, data in opened.manifest.objects.items()}
     values = [item for of_tree in trees.values() for item in of_tree.items() if not isinstance(item[1], TensorRef)]
     found = [_plain(fqn, None, value) for fqn, value in values]
     for fqn in opened.manifest.rank_objects:

@@ -14,6 +14,7 @@ from bytecheckpoint.adapters.plain.plain_data import (
     keep_in_tree,
 )
 from bytecheckpoint.adapters.plain.plain_tree import leaves
+from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
@@ -70,6 +71,20 @@ def all_trees(manifest: Manifest) -> list[tuple[str, bytes]]:
     """
     of_ranks = [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
     return [*manifest.objects.items(), *of_ranks]
+
+
+def stored_leaves(tree: Any, fqn: str) -> dict[str, Any]:
+    """Returns the `leaves` of a checkpoint's tree. Raises CheckpointMismatchError (conflict) where two would have the
+    same FQN: others save such trees.
+    """
+    try:
+        return leaves(tree, fqn)
+    except CheckpointSaveError as error:
+        raise CheckpointMismatchError(
+            f"{fqn!r:.200} of the checkpoint holds two values of one name, as under the keys 1 and '1', or 'a.b' and "
+            "'a'; nothing was loaded: read all of it with load_tree, or its tensors with open",
+            kind="conflict",
+        ) from error
 
 
 def leaves_of_others(manifest: Manifest, rank: int) -> dict[str, set[str]]:

@@ -30,26 +30,26 @@ def _with_type(kind: type | None) -> frozenset[type | None]:
     return _LEAVES | {kind}
 
 
-def leaves(value: Any, fqn: str) -> dict[str, Any]:
+def leaves(value: Any, fqn: str, *, may_repeat: bool = False) -> dict[str, Any]:
     """Returns the leaves of a tree by FQN: what is loaded, compared and renamed one by one.
 
     Dicts and tensor subclasses are taken apart down to their last key, lists and tuples only where they hold tensors;
     an empty container is a leaf.
 
     Raises CheckpointSaveError (unsupported_value) where two leaves would have the same FQN, or for a tree nested deeper
-    than MAX_DEPTH.
+    than MAX_DEPTH. With `may_repeat`, one of two leaves of the same FQN is left out.
     """
     found: dict[str, Any] = {}
-    _add_leaves(value, fqn, found, MAX_DEPTH)
+    _add_leaves(value, fqn, found, MAX_DEPTH, may_repeat=may_repeat)
     return found
 
 
-def _add_leaves(value: Any, fqn: str, found: dict[str, Any], depth: int) -> None:
+def _add_leaves(value: Any, fqn: str, found: dict[str, Any], depth: int, *, may_repeat: bool) -> None:
     if depth == 0:
         raise too_deep(fqn)
     children = _children(value, fqn)
     if not children:
-        if fqn in found:
+        if fqn in found and not may_repeat:
             raise unsupported(fqn, "the name of two values", "rename a key that contains a dot, or mixes int and str")
         found[fqn] = value
     prefix = f"{fqn}." if fqn else ""
@@ -61,12 +61,12 @@ def _add_leaves(value: Any, fqn: str, found: dict[str, Any], depth: int) -> None
             return
     for key, item in children:
         child = f"{prefix}{key}"
-        if child == fqn:  # an empty key below an empty name
+        if child == fqn and not may_repeat:  # an empty key below an empty name
             raise unsupported(fqn, "the name of two values", "give the value with the empty key a name")
         if type(item) in _LEAVES and depth > 1 and child not in found:
             found[child] = item
         else:
-            _add_leaves(item, child, found, depth - 1)
+            _add_leaves(item, child, found, depth - 1, may_repeat=may_repeat)
 
 
 def _children(value: Any, fqn: str) -> Collection[tuple[object, Any]]:

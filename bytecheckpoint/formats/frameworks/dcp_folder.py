@@ -35,7 +35,8 @@ def is_folder(source: SourceFolder) -> bool:
 def read_folder(source: SourceFolder) -> None:
     """Adds the tensors and the plain data of a DCP checkpoint to the builder.
 
-    Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError.
+    Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
+    UnsafeCheckpointError.
     """
     backend = megatron_dist.read_backend(source)
     megatron_dist.refuse_other_backends(backend, source.path, has_metadata=METADATA_NAME in source.listing)
@@ -74,6 +75,10 @@ def _without_checksum(head: bytes, checksum_offset: int) -> bytes:
     return head[:checksum_offset] + head[checksum_offset + _CHECKSUM_BYTES :]
 
 
+class _Container(dict[Any, Any]):
+    """A dict or list that torch has taken apart; a dict that lies in the files as one value is no _Container."""
+
+
 class _DcpFolder:
     """The data files of a folder, and what was found in them."""
 
@@ -87,7 +92,7 @@ class _DcpFolder:
         self._views: dict[bytes, Any] = {}
         """Decoded tensor by pickle: similar parts have equal pickles."""
         self._heads: dict[int, _Head] = {}
-        """The latest head of an archive of each length."""
+        """Head of the latest archive, by the length of archives in bytes."""
 
     def open_files(self, metadata: Metadata) -> None:
         items = [item for tensor in metadata.tensors.values() for _, item in tensor.chunks]
@@ -115,7 +120,7 @@ class _DcpFolder:
         self.builder.add_tensor(self._below + fqn, dtype, stored_shape, chunks, num_parts=len(tensor.chunks))
 
     def _refuse_too_many(self, fqn: str, num_chunks: int, tensor: DcpTensor, *, is_stacked: bool) -> None:
-        """Raises CheckpointMismatchError (not_readable) for a tensor in more chunks than a manifest should have."""
+        """Raises CheckpointCorruptError (unsupported_version) for a tensor in too many chunks."""
         # As many chunks as there are stored parts are never too many.
         if num_chunks > max(strided_views.MAX_CHUNKS, len(tensor.chunks)):
             why = "Megatron has stored it in flat parts" if is_stacked else "its parts are strided"
@@ -194,7 +199,7 @@ class _DcpFolder:
         number, file = self._files[item.file]
         archive = self._archive(item, fqn)
         value = unpickle(archive.pickle, file.path, find_megatron_value)
-        saved = SavedFile(archive, number, file.path, value, item.file, self.builder)
+        saved = SavedFile(archive, number, file.path, value, join_name(self._inside, item.file), self.builder)
         return saved.plain(value, self._below + fqn)
 
     def _put(self, root: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
@@ -202,8 +207,8 @@ class _DcpFolder:
         at = root
         name = ".".join(map(str, path))
         for key in path[:-1]:
-            at = at.setdefault(key, {})
-            if type(at) is not dict:
+            at = at.setdefault(key, _Container())
+            if type(at) not in {dict, _Container}:
                 raise damaged(self.builder.path, f"{name!r:.200} lies in something that is not a container")
         if path[-1] in at:
             raise damaged(self.builder.path, f"it has {name!r:.200} twice")
@@ -211,8 +216,10 @@ class _DcpFolder:
 
 
 def _with_lists(value: Any) -> Any:
-    """Returns the containers with lists where keys were positions: keys of dicts are texts."""
-    if type(value) is not dict:
+    """Returns a value with its _Containers as lists where keys were positions, else as dicts. Torch makes texts of the
+    keys of dicts.
+    """
+    if type(value) is not _Container:
         return value
     items = {key: _with_lists(item) for key, item in value.items()}
     is_list = bool(items) and all(type(key) is int for key in items) and set(items) == set(range(len(items)))

@@ -98,9 +98,9 @@ def _extra_state(source: SourceFolder, inside: str) -> dict[str, Any]:
         if num_bytes is not None and (match := _EXTRA_FILE.match(file))
     }
     ranks = [int(match[1]) for file in source.builder.files if (match := _DATA_FILE.search(file.name))]
-    missing = sorted(set(range(max([*ranks, *files], default=-1) + 1)) - set(files))
-    if missing:
-        raise missing_file(join_name(source.path, inside), f"has no file of rank {missing[0]}")
+    missing = next((rank for rank in range(max([*ranks, *files], default=-1) + 1) if rank not in files), None)
+    if missing is not None:
+        raise missing_file(join_name(source.path, inside), f"has no file of rank {missing}")
     state = {}
     for rank, name in sorted(files.items()):
         saved = source.open(name)

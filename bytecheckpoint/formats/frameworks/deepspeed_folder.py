@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.formats.file_reader import missing_file, not_readable
+from bytecheckpoint.formats.file_reader import conflicting, missing_file, not_readable
 from bytecheckpoint.formats.flat_ranges import divided_runs
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks import deepspeed_zero
@@ -55,7 +55,8 @@ def is_folder(source: SourceFolder) -> bool:
 def read_folder(source: SourceFolder) -> None:
     """Adds the files of all ranks to the builder.
 
-    Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError.
+    Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
+    UnsafeCheckpointError.
     """
     models, optimizers = (_by_rank(source.files, pattern, source.path) for pattern in (_MODEL, _OPTIMIZER))
     odd = sorted(filter(_OTHER.match, source.files))
@@ -82,15 +83,18 @@ def read_folder(source: SourceFolder) -> None:
 def _by_rank(names: set[str], pattern: re.Pattern[str], path: str) -> list[str]:
     """Returns the files in the order of their ranks.
 
-    Raises CheckpointNotFoundError (missing_file) if ranks are missing, CheckpointCorruptError (unsupported_version) if
-    tensor parallelism has cut tensors as well.
+    Raises CheckpointNotFoundError (missing_file) if ranks are missing, CheckpointMismatchError (conflict) if a rank has
+    two files, CheckpointCorruptError (unsupported_version) if tensor parallelism has cut tensors as well.
     """
     by_rank: dict[int, str] = {}
-    for match in filter(None, map(pattern.match, names)):
+    for match in filter(None, map(pattern.match, sorted(names))):
         if int(match[2]):
             advice = "make it universal with DeepSpeed's ds_to_universal, which knows how tensors were cut"
             raise not_readable(path, f"{match[0]!r:.200} is of a model that is divided by tensor parallelism", advice)
-        by_rank[int(match[1] or 0)] = match[0]
+        other = by_rank.setdefault(int(match[1] or 0), match[0])
+        if other != match[0]:
+            advice = "remove the one that is older, with those of its save"
+            raise conflicting(path, f"has {other!r:.200} and {match[0]!r:.200}, which are of one rank", advice)
     missing = sorted(set(range(len(by_rank))) - set(by_rank))
     if missing:
         raise missing_file(path, f"has no file of rank {missing[0]} like {by_rank[max(by_rank)]!r}")
@@ -106,7 +110,7 @@ def _add_frozen(models: list[SavedFile], zero: deepspeed_zero.ZeroBuilder) -> No
             continue
         lengths = lengths_of(shape)
         views = [saved.value["frozen_param_fragments"][name] for saved in models]
-        if len(views) == 1 or views[0].shape == lengths:
+        if views[0].shape == lengths:
             models[0].add_tensor(fqn, views[0])
             continue
         buffers, dtype = deepspeed_zero.buffers_of(models, views, name)
@@ -118,15 +122,17 @@ def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None
     """Adds the data that is saved with the model, except the tensors in flat buffers."""
     value, builder = saved.value, saved.builder
     flat = state.names if state else frozenset()
+    shared = _tied(value)
     for name, view in value["module"].items():
+        stored = shared.get(name, name)
         # ZeRO 3 leaves empty tensors in the place of parameters.
-        if isinstance(view, StoredView) and not (name in flat and not all(view.shape)):
-            fqn = f"module.{name}" if name in flat else f"model.{name}"
+        if isinstance(view, StoredView) and not (stored in flat and not all(view.shape)):
+            fqn = f"module.{name}" if stored in flat else f"model.{stored}"
             if fqn not in builder.tensors:  # else it was added as a frozen one
                 saved.add_tensor(fqn, view)
         elif is_extra_state(name):
             builder.trees[f"model.{name}"] = saved.plain(view, f"model.{name}")
-    for alias, name in (value.get("shared_params") or {}).items():
+    for alias, name in shared.items():
         if f"model.{alias}" not in builder.tensors and f"model.{name}" in builder.tensors:
             builder.add_alias(f"model.{alias}", f"model.{name}")
     facts: dict[str, Any] = {"engine": {name: value[name] for name in _COUNTERS if type(value.get(name)) is int}}
@@ -140,9 +146,29 @@ def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None
             builder.leave_out(_OPTIMIZER_ENTRY, "the files of the optimizer have its state")
     builder.trees |= {name: saved.plain(entry, name) for name, entry in entries.items()}
     for key, item in value.items():
-        if key not in _KNOWN and item is not None and str(key) not in builder.trees:
+        if key in _KNOWN or item is None:
+            continue
+        if str(key) in builder.trees:
+            builder.leave_out(f"{saved.name}: {key}", "another entry has this name")
+        else:
             builder.trees[str(key)] = saved.plain(item, str(key))
     builder.set_step(value.get("global_steps"))
+
+
+def _tied(value: Any) -> dict[str, str]:
+    """Returns the name of each tied parameter by its other names.
+
+    DeepSpeed counts parameters as tied that begin at one address, as one that is a slice of another and all that are
+    empty do. Those of other shapes are not.
+    """
+    module, shared = value["module"], value.get("shared_params") or {}
+    pairs = {alias: (module.get(alias), module.get(name)) for alias, name in shared.items()}
+    apart = {
+        alias
+        for alias, views in pairs.items()
+        if all(isinstance(view, StoredView) for view in views) and len({view.shape for view in views}) > 1
+    }
+    return {alias: name for alias, name in shared.items() if alias not in apart}
 
 
 def _name_left_out(models: list[SavedFile]) -> None:

@@ -116,9 +116,16 @@ class _ZeroFiles(NamedTuple):
 
 
 def buffers_of(files: Sequence[SavedFile], views: Sequence[Any], what: str) -> tuple[list[flat_ranges.FlatBuffer], str]:
-    """Returns the flat tensor of each file, and the dtype of the first. `what` names them in errors."""
+    """Returns the flat tensor of each file, and their dtype. `what` names them in errors.
+
+    Raises CheckpointCorruptError (bad_manifest) for another value, and for tensors of several dtypes.
+    """
     buffers = [saved.buffer(view, what) for saved, view in zip(files, views, strict=True)]
-    return [buffer for buffer, _ in buffers], buffers[0][1]
+    first = buffers[0][1]
+    for saved, (_, dtype) in zip(files, buffers, strict=True):
+        if dtype != first:
+            raise damaged(saved.path, f"its part of {what} is {dtype}, and {first} in {files[0].path}")
+    return [buffer for buffer, _ in buffers], first
 
 
 def _read_shared(files: _ZeroFiles, zero: ZeroBuilder) -> None:
@@ -162,6 +169,8 @@ def _read_divided(files: _ZeroFiles, zero: ZeroBuilder) -> None:
     for fqn, views in flat.items():
         by_buffer = [buffers_of(files.saved, of_index, fqn) for of_index in zip(*views, strict=True)]
         dtype = by_buffer[0][1]
+        if any(other != dtype for _, other in by_buffer):
+            raise damaged(files.saved[0].path, f"its buffers of {fqn} are not all {dtype}")
         of_ranks = list(zip(*(buffers for buffers, _ in by_buffer), strict=True))
         at = 0
         for name, shape in (item for shapes in files.shapes for item in shapes.items()):

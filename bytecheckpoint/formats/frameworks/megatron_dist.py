@@ -93,7 +93,7 @@ def unstacked_shape(
 
 
 def unstacked(chunk: Chunk, stored: Sequence[int], shape: Sequence[int], item_bytes: int) -> Iterator[Chunk]:
-    """Yields the chunk's bytes as chunks of the true tensor: of each part in it, the chunk holds the same range."""
+    """Yields the chunk's bytes as chunks of the true tensor. It has the same elements of each of several parts."""
     part = tuple(map(int.__floordiv__, shape, stored))
     *counts, length = chunk.region.lengths
     *firsts, start = chunk.region.offsets

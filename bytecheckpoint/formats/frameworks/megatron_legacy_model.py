@@ -296,7 +296,7 @@ def _whole_of(fqn: str, parts: Sequence[StoredCopy], *, is_gated: bool | None) -
     rule = _rule_of(fqn)
     if rule is None or (rule == _GATED and is_gated is None):
         what = f"{fqn!r:.200} is of no kind whose parts this release knows how to put together"
-        raise not_readable(saved.path, what, "load it with Megatron and save it with --ckpt-format torch_dist")
+        raise not_readable(saved.path, what, _ADVICE)
     if rule == _GATED and not is_gated:
         rule = _ROWS
     _refuse_odd_parts(fqn, parts, rule)

@@ -82,7 +82,7 @@ class ZipArchive:
         return self.members[name].header_offset + _LOCAL_CHECKSUM
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
-        """Returns the bytes of a member."""
+        """Returns the bytes of a member. Refuses one of more than `max_bytes` (limits_exceeded)."""
         num_bytes = self.members[name].byte_length
         if num_bytes > max_bytes:
             what = f"its member {name!r:.200} has {num_bytes} bytes, at most {max_bytes} are read"

@@ -9,7 +9,7 @@ from typing import Any
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats import strided_views
-from bytecheckpoint.formats.manifest_builder import ManifestBuilder
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder, holds_tensor
 from bytecheckpoint.formats.plain_values import encode_value
 from bytecheckpoint.formats.torch_save.file import SavedFile, TorchArchive
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
@@ -30,10 +30,14 @@ class Comparer:
         self._bytes_left = _MAX_ALL_BYTES
 
     def same_value(self, one: tuple[SavedFile, Any], other: tuple[SavedFile, Any], fqn: str) -> bool | None:
-        """Compares two tensors as `same` does, or two values of plain data. A tensor and plain data always differ."""
+        """Compares two tensors as `same` does, or two values of plain data: None if both hold tensors. A tensor and
+        plain data always differ.
+        """
         are_tensors = [isinstance(value, StoredView) for _, value in (one, other)]
         if all(are_tensors):
             return self.same(one, other, fqn)
+        if not any(are_tensors) and holds_tensor(one[1]) and holds_tensor(other[1]):
+            return None
         return not any(are_tensors) and _encoded(*one, fqn) == _encoded(*other, fqn)
 
     def same(self, one: StoredCopy, other: StoredCopy, fqn: str) -> bool | None:

@@ -7,7 +7,7 @@ What a pickle may name is the caller's to say: see unpickler_globals.py.
 from __future__ import annotations
 
 import struct
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection
 from pickletools import genops
 from typing import Any, Protocol
@@ -291,7 +291,7 @@ def _num_bytes(made: Any) -> int:
     """Returns an estimate of what making a value has copied. What is not a plain value has a `num_bytes`."""
     if isinstance(made, str | bytes):
         return len(made)
-    if type(made) in {OrderedDict, Counter}:
+    if isinstance(made, dict):
         return int(_ITEM_BYTES * len(made) + sum(map(is_crafted, made)) ** 2)
     if type(made) in {list, tuple}:
         return _ITEM_BYTES * len(made)

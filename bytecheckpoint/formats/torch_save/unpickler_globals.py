@@ -301,7 +301,7 @@ def _list_of(items: Any = ()) -> list[Any]:
 def _joined(*parts: Any) -> str:
     if any(type(part) is not str for part in parts):
         raise PickleError("it makes a path of something that is not text")
-    return parts[0] + "/".join(parts[1:]) if parts and parts[0] == "/" else "/".join(parts)
+    return parts[0] + "/".join(parts[1:]) if parts and parts[0] == "/" else "/".join(parts) or "."
 
 
 def _text(value: Any) -> str:
@@ -319,6 +319,10 @@ def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
         raise PickleError("it makes a dict of something that is not a list of pairs")
     check_keys([key for key, _ in pairs])
     return OrderedDict((check_key(key), value) for key, value in pairs)
+
+
+def _dict_of(items: Any = ()) -> dict[Any, Any]:
+    return dict(items if isinstance(items, dict) else _ordered(items))
 
 
 def _reconstructed(kind: Any, *_: Any) -> Any:
@@ -350,8 +354,8 @@ VALUES: Mapping[str, Any] = MappingProxyType(
     {
         "collections.OrderedDict": Call(_ordered),
         "collections.Counter": Call(_counter),
-        "collections.defaultdict": Call(lambda *_: defaultdict(None)),
-        "builtins.dict": Call(lambda *_: {}),
+        "collections.defaultdict": Call(lambda _factory=None, items=(): defaultdict(None, _dict_of(items))),
+        "builtins.dict": Call(_dict_of),
         "builtins.list": Call(_list_of),
         "builtins.set": Call(_list_of),
         "builtins.frozenset": Call(_list_of),
