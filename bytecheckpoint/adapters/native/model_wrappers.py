@@ -69,15 +69,16 @@ def _is_read_otherwise(module: torch.nn.Module) -> bool:
     return is_fsdp1 or is_engine(module) or is_megatron_module(module)
 
 
-def _memory_key(value: Any) -> tuple[int, int] | None:
-    """Returns a key of a tensor's memory, equal for all views that start there, also on the meta device. None for other
-    values.
+def _memory_key(value: Any) -> object:
+    """Returns a key of a tensor, equal for all tensors with the same elements of the same memory, also on the meta
+    device. None for other values.
     """
     if not isinstance(value, torch.Tensor):
         return None
     tensor = value._local_tensor if isinstance(value, DTensor) else value
     try:
-        return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+        place = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        return *place, tensor.is_conj(), tensor.is_neg()
     except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
         return id(value), 0
 
