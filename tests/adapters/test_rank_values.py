@@ -107,6 +107,23 @@ def test_a_generator_that_was_not_saved_is_named(tmp_path: Path) -> None:
         bcp.load(tmp_path, {"own": bcp.RankLocal({"a": random.Random(2), "b": random.Random(3)})})
 
 
+@pytest.mark.parametrize("saved", [{"a": 1}, {"a": 1, "g": "text"}, {"a": 1, "g": [random.Random(1)]}])
+def test_a_generator_without_a_state_that_fits_stays_in_a_load_of_what_fits(tmp_path: Path, saved: Any) -> None:
+    bcp.save(tmp_path, {"own": bcp.RankLocal(saved)})
+    generator = torch.Generator().manual_seed(3)
+    holder = bcp.RankLocal({"a": 0, "g": generator})
+    report = bcp.load(tmp_path, {"own": holder}, strict=False)
+    assert (report.missing + report.mismatched)[0].startswith("own.g")
+    assert holder.value == {"a": 1, "g": generator}
+    assert torch.rand((), generator=generator) == torch.rand((), generator=torch.Generator().manual_seed(3))
+
+
+def test_a_generator_in_a_dict_does_not_fit_a_list(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"own": bcp.RankLocal([random.Random(1)])})
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"own\.a: not in the checkpoint"):
+        bcp.load(tmp_path, {"own": bcp.RankLocal({"a": random.Random(2)})})
+
+
 def test_a_generator_that_is_excluded_draws_on(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"own": bcp.RankLocal({"a": np.random.default_rng(1), "b": np.random.default_rng(2)})})
     held = {"a": np.random.default_rng(3), "b": np.random.default_rng(4)}
