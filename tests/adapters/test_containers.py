@@ -381,6 +381,21 @@ def test_large_tensors_of_extra_state_are_filled_in_place_and_chosen_by_their_na
     assert equal(empty["moved"], state(1.0)["extra_state"])
 
 
+@pytest.mark.parametrize("memory", ["meta", "expanded", "freed"])
+def test_a_small_tensor_of_extra_state_without_memory_of_its_own_is_refused_before_anything_changes(
+    tmp_path: Path, memory: str
+) -> None:
+    target = torch.zeros(1).expand(3) if memory == "expanded" else torch.zeros(3)
+    if memory == "freed":
+        target.untyped_storage().resize_(0)
+    target = target.to("meta") if memory == "meta" else target
+    bcp.save(tmp_path, {"extra_state": {"t": torch.ones(3)}, "x": torch.ones(3)})
+    x = torch.zeros(3)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"extra_state\.t: the state's tensor is on"):
+        bcp.load(tmp_path, {"extra_state": {"t": target}, "x": x})
+    assert not x.any()
+
+
 @pytest.mark.parametrize("layout", ["bare", "nested", "strided", "conj", "bfloat16", "uint4"])
 def test_large_tensors_of_extra_state_of_every_layout(tmp_path: Path, layout: str) -> None:
     content = {

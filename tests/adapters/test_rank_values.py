@@ -281,6 +281,8 @@ UNLIKE: dict[str, tuple[str, list[Any], str]] = {
     "overflow": ("sum", [torch.full((1,), 2**62), torch.full((1,), 2**62)], "int64 integers whose sum is out of range"),
     "unsigned overflow": ("sum", [np.uint8(200), np.uint8(100)], "uint8 integers whose sum is out of range"),
     "under a list": ("sum", [{"b": [1, True]}, {"b": [1, True]}], "bool values, which have no sum"),
+    "half bytes": ("max", [torch.ones(8).byte().view(torch.uint4)] * 2, "dtype that torch cannot add or compare"),
+    "large half bytes": ("sum", [torch.ones(80_000).byte().view(torch.uint4)] * 2, "torch cannot add or compare"),
 }
 
 
@@ -498,6 +500,7 @@ def test_values_are_merged(workers: WorkerPool, tmp_path: Path, case: str) -> No
     [
         ("sum", {"a": torch.tensor(True)}, r"n\.a is in a RankLocal with merge='sum', and truth values have no sum"),
         ("max", {"a": [1j]}, r"n\.a\.0 is in a RankLocal with merge='max', and complex numbers have no largest"),
+        ("max", torch.zeros(2, dtype=torch.uint8).view(torch.uint4), r"n is a tensor of torch\.uint4 in a RankLocal with"),
         ("sum", {"a": torch.Generator()}, "a random number generator in a RankLocal with merge='sum'"),
     ],
 )
@@ -512,3 +515,5 @@ def test_options_that_do_not_exist_are_refused() -> None:
         bcp.RankLocal(1, merge="mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"RngState\.elastic takes 'keep' or 'fold', not 'exact'"):
         bcp.RngState("exact")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"RngState\.at takes an integer for each dimension, not \{'pp': 0\.7\}"):
+        bcp.RngState(at={"pp": 0.7})  # type: ignore[dict-item]

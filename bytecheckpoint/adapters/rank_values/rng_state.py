@@ -13,6 +13,7 @@ import torch
 from bytecheckpoint.adapters.plain.manifest_trees import SavedByRank
 from bytecheckpoint.adapters.rank_values import megatron_rng
 from bytecheckpoint.adapters.rank_values.rng_fold import ROOT, folded, root_of
+from bytecheckpoint.runtime.integers import integer_of
 
 
 class RngState:
@@ -42,14 +43,18 @@ class RngState:
             in Megatron, all its ranks draw alike, and the tensor-parallel one for DTensor, whose random operations need
             the same state on all ranks of a mesh. A save and a load name the same dimensions.
 
-    Raises ValueError for another `elastic`.
+    Raises ValueError for another `elastic`, and for a number in `at` that is no integer.
     """
 
     def __init__(self, elastic: Literal["keep", "fold"] = "keep", *, at: Mapping[str, int] | None = None) -> None:
         if elastic not in {"keep", "fold"}:
             raise ValueError(f"RngState.elastic takes 'keep' or 'fold', not {elastic!r}")
+        numbers = {str(name): integer_of(number) for name, number in sorted((at or {}).items())}
+        place = {name: number for name, number in numbers.items() if number is not None}
+        if len(place) < len(numbers):
+            raise ValueError(f"RngState.at takes an integer for each dimension, not {at!r}")
         self.elastic = elastic
-        self.at = None if at is None else {str(name): int(number) for name, number in sorted(at.items())}
+        self.at = None if at is None else place
         self._root: bytes | None = None
         """Root of the checkpoint that was loaded last, which a later save passes on; None without."""
 
