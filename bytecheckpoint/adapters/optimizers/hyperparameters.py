@@ -76,18 +76,34 @@ def agreed(
 
 
 def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Copies values into a group. A tensor of the group is filled in place, because captured graphs hold it; a number
-    of the group stays a number where the value is a tensor.
+    """Copies values into a group. A tensor of the group, or in a tuple there, as betas are, is filled in place, because
+    captured graphs hold it; one that cannot hold the value is replaced. A number of the group stays a number where the
+    value is a tensor of one element.
     """
     for key, value in values.items():
-        own = group.get(key)
-        if isinstance(own, torch.Tensor):
-            # In its own dtype: of a number torch makes a tensor of the default dtype, which may be bfloat16.
-            is_tensor = isinstance(value, torch.Tensor)
-            own.detach().copy_(value if is_tensor else torch.tensor(value, dtype=own.dtype, device="cpu"))
-        else:
-            is_number = isinstance(value, torch.Tensor) and isinstance(own, int | float)
-            group[key] = value.item() if is_number else copy.deepcopy(value)
+        group[key] = _taken_over(group.get(key), value)
+
+
+def _taken_over(own: Any, value: Any) -> Any:
+    if type(own) is tuple and type(value) is tuple and len(own) == len(value):
+        return tuple(map(_taken_over, own, value))
+    if isinstance(own, torch.Tensor):
+        new = _tensor_of(value, own.dtype)
+        if new is not None and (new.numel() == 1 or new.shape == own.shape):
+            own.detach().copy_(new.reshape(()) if new.numel() == 1 else new)
+            return own
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1
+    return value.item() if is_one and isinstance(own, int | float) else copy.deepcopy(value)
+
+
+def _tensor_of(value: Any, dtype: torch.dtype) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        # In this dtype: of a number torch makes a tensor of the default dtype, which may be bfloat16.
+        return torch.tensor(value, dtype=dtype, device="cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # None, a text, a number that the dtype cannot hold
+        return None
 
 
 def same_value(a: Any, b: Any) -> bool:

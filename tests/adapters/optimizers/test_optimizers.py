@@ -215,6 +215,32 @@ def test_a_learning_rate_that_is_learned_is_filled_in_place(tmp_path: Path, rate
     assert learned.item() == 0.5
 
 
+@pytest.mark.parametrize("betas", [(0.5, 0.75), (torch.tensor(0.5), torch.tensor([0.75]))], ids=["numbers", "tensors"])
+def test_tensors_in_a_tuple_are_filled_in_place(tmp_path: Path, betas: Any) -> None:
+    model = nn.Linear(2, 2)
+    bcp.save(tmp_path, {"model": model, "optimizer": torch.optim.Adam(model.parameters(), betas=betas, foreach=False)})
+    own = torch.tensor(0.1), torch.tensor(0.2)
+    optimizer = torch.optim.Adam(model.parameters(), betas=own, foreach=False)
+    numbers = torch.optim.Adam(model.parameters())
+    bcp.load(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": model, "optimizer": numbers})
+    assert all(after is before for after, before in zip(optimizer.param_groups[0]["betas"], own, strict=True))
+    assert own == (0.5, 0.75)
+    assert numbers.param_groups[0]["betas"] == (0.5, 0.75)
+    assert {type(beta) for beta in numbers.param_groups[0]["betas"]} == {float}
+
+
+@pytest.mark.parametrize("saved", [None, "text", [1.0, 2.0], torch.ones(2), {"a": 1}], ids=repr)
+def test_a_tensor_that_cannot_hold_a_hyperparameter_is_replaced(tmp_path: Path, saved: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["own"] = saved
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    optimizer.param_groups[0]["own"] = torch.zeros(3)
+    bcp.load(tmp_path, {"model": model, "optimizer": optimizer})
+    assert repr(optimizer.param_groups[0]["own"]) == repr(saved)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_number_becomes_a_tensor_of_the_dtype_that_the_group_has(tmp_path: Path, dtype: torch.dtype) -> None:
     """Neither of the default dtype, which would round it, nor on the default device, which may have no memory."""
