@@ -90,11 +90,11 @@ class DataLoaderEntry:
             tensors.append((fqn, tensor))
             return None
 
-        prefix = f"{self.fqn}.streams"
+        prefix = join_fqn(self.fqn, "streams")
         ids = self.own_ids(loader)
         of_id = loader.stream_state
         streams = {each: msgspec.Raw(encode_state(of_id(each), f"{prefix}.{each}", on_tensor)) for each in ids}
-        shared = encode_plain(loader.shared_state(), f"{self.fqn}.shared", on_tensor)
+        shared = encode_plain(loader.shared_state(), join_fqn(self.fqn, "shared"), on_tensor)
         shards = LocalShards()
         shards.add_all(tensors)
         self._tensors = [tensor for _, tensor in tensors]
@@ -116,7 +116,7 @@ class DataLoaderEntry:
         """Returns the sorted ids of this rank's streams. Raises CheckpointSaveError (unsupported_value) for an id that
         the loader names twice, or that is no valid text.
         """
-        fqn = f"{self.fqn}.streams"
+        fqn = join_fqn(self.fqn, "streams")
         ids = sorted(loader.stream_ids())
         if len(set(ids)) < len(ids):
             twice = next(one for one, other in pairwise(ids) if one == other)

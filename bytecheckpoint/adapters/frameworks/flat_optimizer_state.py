@@ -30,7 +30,7 @@ from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, torch_dtype
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.manifest.plain_wire import TensorRef, unsupported
+from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn, unsupported
 
 _ADVICE = "use an optimizer whose state has the shape of its parameters"
 
@@ -101,7 +101,7 @@ class FlatParamState:
         are_scalars: dict[str, set[bool]] = {}
         for names, part in self._not_excluded(stored):
             if stored.group(names) is None:
-                problems.append(not_stored(f"{self._fqn}.groups.{names.name}"))
+                problems.append(not_stored(join_fqn(self._fqn, f"groups.{names.name}")))
             if not same_but_for_padding(part.padded_axis, part.shape, _stored_as(names, part, stored)):
                 problems += stored.misfits(names, part.shape)
         for names, part, stored_shape in self._loaded_parts(stored):
@@ -197,7 +197,7 @@ class FlatParamState:
         return ((names, part) for names, part in self._parts if not stored.is_excluded(names))
 
     def _state_fqn(self, names: ParameterNames, key: str) -> str:
-        fqn = f"{self._fqn}.state.{names.name}.{key}"
+        fqn = join_fqn(self._fqn, f"state.{names.name}.{key}")
         check_state_key(fqn, key)
         return fqn
 

@@ -17,6 +17,7 @@ from bytecheckpoint.adapters.native.module_parts import part_of, plain_name
 from bytecheckpoint.adapters.native.module_walk import Stage
 from bytecheckpoint.adapters.stateful import Stateful
 from bytecheckpoint.adapters.torch_types import DTensor, FullyShardedDataParallel
+from bytecheckpoint.manifest.plain_wire import join_fqn
 
 
 class WrappedModules(NamedTuple):
@@ -96,7 +97,7 @@ class ReloadEntry:
         parts = [(part_of(self.fqn, stage), stage.module) for stage in self._inside.stages]
         plain = {plain_name(name): part.plain_name(name) for part, module in parts for name in module.state_dict()}
         names = ((name, plain[plain_name(name)]) for name in self._inside.names)
-        return {f"{self.fqn}.{name}": f"{self.fqn}.{new}" for name, new in names if new != name}
+        return {join_fqn(self.fqn, name): join_fqn(self.fqn, new) for name, new in names if new != name}
 
     def collect(self) -> EntryContents:
         """Returns nothing to save: the modules are entries of their own."""

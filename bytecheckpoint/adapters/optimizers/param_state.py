@@ -127,8 +127,8 @@ class ParamState:
         stored: StoredOptimizer,
         created: CreatedTensors,
     ) -> None:
-        self._prefix = f"{fqn}.state.{names.name}."
-        self._groups_fqn = f"{fqn}.groups.{names.name}"
+        self._prefix = join_fqn(fqn, f"state.{names.name}.")
+        self._groups_fqn = join_fqn(fqn, f"groups.{names.name}")
         self._group = group
         self._parameter = parameter
         self._names = names

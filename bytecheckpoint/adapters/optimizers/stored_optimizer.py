@@ -127,10 +127,11 @@ class StoredOptimizer:
         """
         source, rename = self._source(name), self._checkpoint.rename
         sources = [source] if source in self._checkpoint.saved else [join_fqn(MODEL_FQN, name), name]
-        renamed = [new for new in map(rename, sources) if new.removeprefix(f"{self._fqn}.") not in sources]
+        own = f"{self._fqn}." if self._fqn else ""
+        renamed = [new for new in map(rename, sources) if new.removeprefix(own) not in sources]
         if renamed:
             return renamed
-        prefix = f"{self._fqn}.state."
+        prefix = f"{own}state."
         for key, (fqn, _) in self._tensors.get(name, {}).items():
             new = fqn[len(prefix) : -len(key) - 1]
             if fqn.startswith(prefix) and fqn.endswith(f".{key}") and new != name:

@@ -42,6 +42,14 @@ def test_streams_come_back(tmp_path: Path, streams: dict[str, Any], shared: Any)
     assert loader.num_loads == 1
 
 
+def test_a_loader_may_have_an_empty_name(tmp_path: Path) -> None:
+    streams, shared = {"a": state_of("a", with_buffer=True)}, torch.arange(BUFFER_LENGTH)
+    bcp.save(tmp_path, {"": data_state(StreamLoader(streams, shared))})
+    loader = StreamLoader()
+    bcp.load(tmp_path, {"": data_state(loader)})
+    assert same_value((loader.streams, loader.shared), (streams, shared))
+
+
 def test_each_rank_gets_its_streams_and_all_are_dealt_out(tmp_path: Path) -> None:
     streams = {name: state_of(name, with_buffer=number % 2 == 0) for number, name in enumerate(stream_names(7))}
     bcp.save(tmp_path, {"data": data_state(BlockLoader(streams))})

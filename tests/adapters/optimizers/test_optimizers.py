@@ -276,6 +276,25 @@ def test_tied_weights_have_one_state(tmp_path: Path) -> None:
     assert same_module(model, other)
 
 
+def test_an_optimizer_may_have_an_empty_name(tmp_path: Path) -> None:
+    model, other = mlp(0), mlp(1)
+    optimizer, restored = torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters())
+    train(model, [optimizer], 2)
+    bcp.save(tmp_path, {"model": model, "": optimizer})
+    bcp.load(tmp_path, {"model": other, "": restored})
+    assert same_optimizer(optimizer, restored)
+
+
+def test_tied_names_of_a_module_with_an_empty_name(tmp_path: Path) -> None:
+    head, tied = nn.ModuleDict({"head": nn.Linear(4, 6, bias=False)}), Tied()
+    optimizer, restored = torch.optim.Adam(head.parameters()), torch.optim.Adam(tied.parameters())
+    head["head"](torch.ones(4)).sum().backward()
+    optimizer.step()
+    bcp.save(tmp_path, {"": head, "optimizer": optimizer})
+    bcp.load(tmp_path, {"": tied, "optimizer": restored}, strict=False)
+    assert same_value(dict(optimizer.state[head["head"].weight]), dict(restored.state[tied.embedding.weight]))
+
+
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied to untied", "untied to tied"])
 def test_state_of_weights_that_are_tied_on_one_side_only(tmp_path: Path, is_tied: bool) -> None:
     model, other = Tied(is_tied=is_tied), Tied(is_tied=not is_tied)
