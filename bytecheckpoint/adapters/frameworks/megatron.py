@@ -25,6 +25,7 @@ from bytecheckpoint.adapters.frameworks.megatron_sharded import CopiedFactory, S
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import LocalShard
+from bytecheckpoint.adapters.tree_loader import TreeTarget
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
 from bytecheckpoint.region import Region
@@ -138,8 +139,7 @@ class MegatronEntry:
         names = {fqn for fqn, _ in shards}
         for item in self._objects:
             if item.sharded.data is not None and _is_main(item.sharded.replica_id):
-                data = item.sharded.data
-                value = {_BYTES_IO: data.getvalue()} if isinstance(data, io.BytesIO) else data
+                value = item.plain()
                 encoded = encode_plain(value, item.fqn, keep_in_tree)
                 if plain.setdefault(item.fqn, ("shared", encoded)) != ("shared", encoded):
                     raise _two_of_one_name(item.fqn, "objects")
@@ -190,7 +190,7 @@ class MegatronEntry:
         for item in self._objects:
             found = checkpoint.entry_tree(item.fqn)
             if found is not None and found.is_taken:
-                item.give_back(found.tree)
+                item.give_back(TreeTarget().filled(found, leaves(item.plain(), item.fqn), checkpoint))
 
 
 class _ShardedObject(NamedTuple):
@@ -202,6 +202,11 @@ class _ShardedObject(NamedTuple):
     """Module that it belongs to."""
     path: str
     """Its name in the module."""
+
+    def plain(self) -> Any:
+        """Returns the present value as plain data."""
+        data = self.sharded.data
+        return {_BYTES_IO: data.getvalue()} if isinstance(data, io.BytesIO) else data
 
     def give_back(self, plain: Any) -> None:
         """Puts the loaded value into the sharded object and into the module."""
