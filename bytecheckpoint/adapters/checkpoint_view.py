@@ -166,8 +166,8 @@ class CheckpointView:
 
     @cached_property
     def tensor_dicts(self) -> dict[str, dict[str, str]]:
-        """For each entry that is a dict of tensors alone, by its FQN: the FQN of each tensor, by its key. Most large
-        states are such dicts, which need no walk. Empty if this load renames, reshapes or leaves out anything.
+        """For each entry that is a long dict of tensors alone, by its FQN: the FQN of each tensor, by its key. Most
+        large states are such dicts, which need no walk. Empty if this load renames, reshapes or leaves out anything.
         """
         if not self._is_as_saved or self._reshape is not None:
             return {}
@@ -210,7 +210,7 @@ class CheckpointView:
 
     @property
     def moment(self) -> str:
-        """Names the save for messages: by its step, or by its save id if it has no step."""
+        """Name of the save: its step, or its save id if it has none. New random number streams are keyed by it."""
         return f"save {self._manifest.save_id}" if self._manifest.step is None else f"step {self._manifest.step}"
 
     def saved_by_rank(self, fqn: str) -> SavedByRank | None:

@@ -112,7 +112,7 @@ def encode_state(state: Any, fqn: str, on_tensor: TensorHook) -> bytes:
 
 
 def _is_simple(value: Any, depth: int) -> bool:
-    """Returns True if msgpack has a form of its own for all values of a tree, which is at most `depth` deep."""
+    """Returns True if a tree is at most `depth` deep, and msgpack has a form of its own for all values in it."""
     kind = type(value)
     if kind in _FLAT:
         return True

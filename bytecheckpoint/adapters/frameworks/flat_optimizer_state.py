@@ -62,7 +62,8 @@ class FlatParamState:
 
     def collect(self, shards: LocalShards) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields name and plain state of each parameter that has plain state. Adds the tensors to `shards` while the
-        iterator is consumed. Raises CheckpointSaveError (unsupported_value) for state of another shape.
+        iterator is consumed. Raises CheckpointSaveError (unsupported_value) for state that has neither the shape of
+        this memory nor a single value, the same for all parts of a parameter.
         """
         state, shape = self._state, self._memory.shape
         for names, part in self._parts:
@@ -187,7 +188,7 @@ class FlatParamState:
         return list(differing.values())
 
     def _loaded_parts(self, stored: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatParamPart, tuple[int, ...]]]:
-        """Yields the parameters whose state is loaded, and the shape of each when its state was saved."""
+        """Yields names and part of each parameter whose state is loaded, and its shape when its state was saved."""
         for names, part in self._not_excluded(stored):
             stored_shape = _stored_as(names, part, stored)
             if same_but_for_padding(part.padded_axis, part.shape, stored_shape):

@@ -308,8 +308,9 @@ def _can_follow(num_dims: int, outer: DTensor, sharded: set[int]) -> bool:
 
 
 def _ends_with_blocks(outer: DTensor, dim: int, length: int) -> bool:
-    """Returns True if each part of the outer tensor ends at the end of a block. Then one of the two lengths divides the
-    other: 6 rows with 4 scales would be twice a block of two rows and a short block.
+    """Returns True if each part of the outer tensor ends at the end of a block of an inner tensor that has this length
+    along `dim`. Then one of the two lengths divides the other: 6 rows with 4 scales would be twice a block of two rows
+    and a short block.
     """
     if outer._local_tensor.shape[dim] == outer.shape[dim]:  # not cut
         return True

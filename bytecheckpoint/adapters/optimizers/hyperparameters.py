@@ -54,8 +54,8 @@ def by_first_parameter(
 def agreed(
     parameters: Iterable[ParameterNames], stored: StoredOptimizer, checkpoint: CheckpointView
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Returns the hyperparameters, by name, with which the parameters of a group were saved, and the problems. One that
-    some were saved with and others not, or with other values, is left out, and is a problem.
+    """Returns the selected hyperparameters, by name, with which the parameters of a group were saved, and the problems.
+    One that some were saved with and others not, or with other values, is left out, and is a problem.
     """
     by_parameter = map(stored.group, parameters)
     groups = {of_parameter.fqn: of_parameter for of_parameter in by_parameter if of_parameter is not None}

@@ -84,8 +84,8 @@ class OptimizerEntry:
     def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
         """Takes the names of the parameters from the modules of the state.
 
-        Raises CheckpointSaveError (unsupported_value) for a parameter that no module has, or that two optimizers of
-        this entry hold.
+        Raises CheckpointSaveError (unsupported_value) for a parameter that neither a module nor its optimizer names, or
+        that two optimizers of this entry hold, and for a ZeroRedundancyOptimizer.
         """
         for optimizer in self.optimizers:
             refuse_zero_redundancy(self.fqn, optimizer)

@@ -58,7 +58,7 @@ def refuse_zero_redundancy(fqn: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 def warn_of_unsaved(fqn: str, optimizer: torch.optim.Optimizer) -> None:
-    """Warns of state under keys that are no parameters, and of hooks of state_dict(): neither is saved. torch's own
+    """Warns of state under keys that are no tensors, and of hooks of state_dict(): neither is saved. torch's own
     state_dict() has both, without a name that ranks with other parameters could share.
     """
     all_keys: list[Any] = list(optimizer.state)
@@ -284,8 +284,8 @@ def put_scalar(group: ParamGroup, parameter: torch.Tensor, key: str, value: Any)
 
 
 def _keeps_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if an optimizer keeps its scalars as tensors: torch's own, except SparseAdam and LBFGS, and classes
-    derived from them do.
+    """Returns True if an optimizer keeps its scalars as tensors: torch's own and those derived from them do, except
+    SparseAdam, LBFGS, and those derived from these two.
     """
     bases = {cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim.")}
     return bool(bases - {torch.optim.Optimizer}) and not isinstance(optimizer, _COUNT_IN_NUMBERS)

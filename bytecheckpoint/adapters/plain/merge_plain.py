@@ -18,11 +18,12 @@ _NUM_SHOWN = 10
 
 
 class _Conflict(NamedTuple):
-    """A value that two ranks (of the group) do not agree about."""
+    """A value that differs between two ranks."""
 
     fqn: str
     values: tuple[Any, Any]
     ranks: tuple[int, int]
+    """Their numbers in the `plain` of `merge_plain`."""
 
 
 def merge_plain(
@@ -81,7 +82,8 @@ def refuse_tensors(
     plain: Sequence[Mapping[str, tuple[Scope, bytes]]], writers: Mapping[str, int], global_ranks: Sequence[int]
 ) -> None:
     """Raises CheckpointMismatchError (conflict) where a rank has plain data under the FQN of another rank's tensor: a
-    load would find the tensor alone. `writers` has a rank that holds the tensor, by FQN; the others are as above.
+    load would find the tensor alone. `writers` has, by FQN, the number in `plain` of a rank that holds the tensor;
+    `plain` and `global_ranks` are as in `merge_plain`.
     """
     lines: list[str] = []
     ranks: set[int] = set()

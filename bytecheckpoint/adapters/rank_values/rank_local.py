@@ -42,7 +42,8 @@ class RankLocal:
 
     `value` is plain data, tensors, random number generators of torch, numpy or Python (alone or in dicts, lists and
     tuples), or an object with state_dict() and load_state_dict(); every rank's is saved. `load` puts back, as `value`,
-    into its generators or through load_state_dict(), what the rank of the same number saved.
+    into its generators or through load_state_dict(), what the rank of the same number saved. Tensors come back as new
+    ones on the CPU, wherever they were.
 
     On a larger number of ranks some have no saved value: with missing="error" that is an error that says so, because a
     data loader that starts anew repeats data; with missing="keep" they keep what they have, which is right for random
