@@ -107,8 +107,10 @@ def collect_state(
 def _copied(value: Any, fqn: str) -> Any:
     """Returns the tree in containers of its own: live state is not changed. A subclass becomes a dict of its parts."""
     if isinstance(value, dict) or is_subclass(value):
-        items = (value if isinstance(value, dict) else parts_of(fqn, value)).items()
-        return {key: _copied(item, join_fqn(fqn, key)) for key, item in items}
+        copied = copy.copy(value) if isinstance(value, dict) else parts_of(fqn, value)  # an OrderedDict stays one
+        for key, item in copied.items():
+            copied[key] = _copied(item, join_fqn(fqn, key))
+        return copied
     if type(value) not in (list, tuple):
         return value
     return type(value)(_copied(item, join_fqn(fqn, index)) for index, item in enumerate(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -269,3 +270,19 @@ def test_parts_of_a_parameter_have_one_count_of_steps_also_as_a_number(tmp_path:
     optimizer.state[model.weights[1]]["step"] = 6
     with pytest.raises(bcp.CheckpointSaveError, match="6 for one part of a parameter and 1 for another"):
         bcp.save(tmp_path / "other", {"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize("value", [OrderedDict(b=1, a=2), [Counter("aab")], {"o": OrderedDict(t=torch.ones(2))}])
+def test_a_dict_of_another_type_stays_one(tmp_path: Path, value: Any) -> None:
+    saved, loaded = training(1), training(0)
+    saved["optimizer"].state[saved["model"].weight]["own"] = value
+    bcp.save(tmp_path, saved)
+    bcp.load(tmp_path, loaded)
+    assert repr(loaded["optimizer"].state[loaded["model"].weight]["own"]) == repr(value)
+
+
+def test_a_dict_that_would_come_back_as_another_type_is_refused(tmp_path: Path) -> None:
+    saved = training(1)
+    saved["optimizer"].state[saved["model"].weight]["own"] = defaultdict(int, a=1)
+    with pytest.raises(bcp.CheckpointSaveError, match=r"optimizer\.state\.weight\.own is .*defaultdict"):
+        bcp.save(tmp_path, saved)
