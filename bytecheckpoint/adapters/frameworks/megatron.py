@@ -242,7 +242,7 @@ def _memory_key(tensor: torch.Tensor) -> object:
     """Returns a key of a parameter's memory, equal also for its `data`, which is a new object each time."""
     if tensor.is_meta or not tensor.numel():
         return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _holds_same(shard: LocalShard, other: LocalShard) -> bool:
