@@ -117,7 +117,7 @@ class RngState:
         if self.at is None:
             return rank if rank in saved.data else None
         places = {other: saved.tree(other).get("at") for other in sorted(saved.data)}
-        if not any(places.values()):  # saved without `at`: only the numbers are known
+        if all(place is None for place in places.values()):  # saved without `at`: only the numbers are known
             return rank if rank in places else None
         return rank if places.get(rank) == self.at else next((o for o, at in places.items() if at == self.at), None)
 
