@@ -304,6 +304,13 @@ def test_an_empty_dict_takes_what_the_checkpoint_has(tmp_path: Path) -> None:
     assert target["extra_state"] == {"r": {1: "a"}}
 
 
+def test_an_empty_dict_under_an_empty_name_takes_what_is_there(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"": {"a": 1, "t": torch.ones(3)}, "b": 2})
+    state: dict[str, Any] = {"": {}, "b": 0}
+    bcp.load(tmp_path, state)
+    assert equal(state, {"": {"a": 1, "t": torch.ones(3)}, "b": 2})
+
+
 def test_a_default_dict_is_loaded_into_and_kept(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"s": {"a": 1}})
     target: dict[str, int] = defaultdict(int, a=0)
