@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, encode_refs
+from bytecheckpoint.adapters.plain.merge_plain import merge_plain
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, encode_refs, keep_in_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 
 
@@ -302,6 +303,17 @@ def test_an_empty_dict_takes_what_the_checkpoint_has(tmp_path: Path) -> None:
     assert equal(taken, content)
     assert equal(target["list"], [{"a": torch.ones(1)}, torch.ones(2)])
     assert target["extra_state"] == {"r": {1: "a"}}
+
+
+def test_ordered_dicts_of_ranks_are_united_as_dicts_are() -> None:
+    trees = [{"s": OrderedDict(b=1, a={"x": 1})}, {"s": OrderedDict(a={"y": 2}, c=3)}]
+    of_ranks = [{"it": ("shared", encode_plain(tree, "it", keep_in_tree))} for tree in trees]
+    shared, by_rank = merge_plain(of_ranks, [0, 1])  # type: ignore[arg-type]
+    assert repr(decode_plain(shared["it"])["s"]) == repr(OrderedDict(b=1, a={"x": 1, "y": 2}, c=3))
+    assert not by_rank
+    of_ranks[1] = {"it": ("shared", encode_plain({"s": {"b": 1}}, "it", keep_in_tree))}
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"it\.s: OrderedDict\(.* on rank 0, \{'b': 1\} on rank 1"):
+        merge_plain(of_ranks, [0, 1])  # type: ignore[arg-type]
 
 
 def test_an_empty_dict_under_an_empty_name_takes_what_is_there(tmp_path: Path) -> None:

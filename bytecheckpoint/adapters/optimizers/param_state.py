@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, MutableMapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
@@ -105,11 +106,18 @@ def collect_state(
 
 
 def _copied(value: Any, fqn: str) -> Any:
-    """Returns the tree in containers of its own: live state is not changed. A subclass becomes a dict of its parts."""
+    """Returns the tree in containers of its own: live state is not changed. A subclass becomes a dict of its parts, and
+    so does, with a warning, a dict of a type that a checkpoint does not have, such as a defaultdict.
+    """
     if isinstance(value, dict) or is_subclass(value):
-        copied = copy.copy(value) if isinstance(value, dict) else parts_of(fqn, value)  # an OrderedDict stays one
-        for key, item in copied.items():
-            copied[key] = _copied(item, join_fqn(fqn, key))
+        items = (value if isinstance(value, dict) else parts_of(fqn, value)).items()
+        copied = {key: _copied(item, join_fqn(fqn, key)) for key, item in items}
+        if type(value) in (OrderedDict, Counter):
+            return type(value)(copied)
+        if isinstance(value, dict) and type(value) is not dict:
+            name = f"{type(value).__module__}.{type(value).__qualname__}"  # and no FQN: one warning for all parameters
+            text = f"a {name} in an optimizer's state is saved as a dict: a load puts a dict there"
+            warnings.warn(text, stacklevel=2)
         return copied
     if type(value) not in (list, tuple):
         return value
