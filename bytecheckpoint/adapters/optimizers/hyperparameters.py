@@ -76,24 +76,31 @@ def agreed(
 
 
 def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Copies values into a group. A tensor of the group, or in a tuple there, as betas are, is filled in place, because
-    captured graphs hold it; one that cannot hold the value is replaced. A number of the group stays a number where the
-    value is a tensor of one element.
+    """Copies values into a group. A tensor of the group, or in a tuple or list there, as betas are, is filled in place,
+    because captured graphs hold it; one that cannot hold the value is replaced. A number of the group stays a number
+    where the value is a tensor of one element.
     """
     for key, value in values.items():
         group[key] = _taken_over(group.get(key), value)
 
 
 def _taken_over(own: Any, value: Any) -> Any:
-    if type(own) is tuple and type(value) is tuple and len(own) == len(value):
-        return tuple(map(_taken_over, own, value))
+    if type(own) in (list, tuple) and type(value) in (list, tuple) and len(own) == len(value):
+        return type(value)(map(_taken_over, own, value))
     if isinstance(own, torch.Tensor):
         new = _tensor_of(value, own.dtype)
-        if new is not None and (new.numel() == 1 or new.shape == own.shape):
-            own.detach().copy_(new.reshape(()) if new.numel() == 1 else new)
+        new = new.reshape(()) if new is not None and new.numel() == 1 else new
+        if new is not None and _spreads_over(new.shape, own.shape):
+            own.detach().copy_(new)
             return own
     is_one = isinstance(value, torch.Tensor) and value.numel() == 1
     return value.item() if is_one and isinstance(own, int | float) else copy.deepcopy(value)
+
+
+def _spreads_over(shape: torch.Size, own: torch.Size) -> bool:
+    """Returns True if torch copies a tensor of this shape into one of the other shape, as it does an equal one."""
+    lengths = zip(reversed(shape), reversed(own), strict=False)
+    return len(shape) <= len(own) and all(length in (1, of_own) for length, of_own in lengths)
 
 
 def _tensor_of(value: Any, dtype: torch.dtype) -> torch.Tensor | None:

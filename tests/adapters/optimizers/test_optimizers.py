@@ -215,10 +215,13 @@ def test_a_learning_rate_that_is_learned_is_filled_in_place(tmp_path: Path, rate
     assert learned.item() == 0.5
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
 @pytest.mark.parametrize("betas", [(0.5, 0.75), (torch.tensor(0.5), torch.tensor([0.75]))], ids=["numbers", "tensors"])
-def test_tensors_in_a_tuple_are_filled_in_place(tmp_path: Path, betas: Any) -> None:
+def test_tensors_in_a_tuple_are_filled_in_place(tmp_path: Path, betas: Any, kind: Any) -> None:
     model = nn.Linear(2, 2)
-    bcp.save(tmp_path, {"model": model, "optimizer": torch.optim.Adam(model.parameters(), betas=betas, foreach=False)})
+    saved = torch.optim.Adam(model.parameters(), betas=betas, foreach=False)
+    saved.param_groups[0]["betas"] = kind(betas)
+    bcp.save(tmp_path, {"model": model, "optimizer": saved})
     own = torch.tensor(0.1), torch.tensor(0.2)
     optimizer = torch.optim.Adam(model.parameters(), betas=own, foreach=False)
     numbers = torch.optim.Adam(model.parameters())
@@ -226,11 +229,23 @@ def test_tensors_in_a_tuple_are_filled_in_place(tmp_path: Path, betas: Any) -> N
     bcp.load(tmp_path, {"model": model, "optimizer": numbers})
     assert all(after is before for after, before in zip(optimizer.param_groups[0]["betas"], own, strict=True))
     assert own == (0.5, 0.75)
-    assert numbers.param_groups[0]["betas"] == (0.5, 0.75)
+    assert numbers.param_groups[0]["betas"] == kind([0.5, 0.75])
     assert {type(beta) for beta in numbers.param_groups[0]["betas"]} == {float}
 
 
-@pytest.mark.parametrize("saved", [None, "text", [1.0, 2.0], torch.ones(2), {"a": 1}], ids=repr)
+@pytest.mark.parametrize("saved", [7.0, [7.0], torch.full((3,), 7.0), torch.full((2, 1), 7.0)], ids=repr)
+def test_a_tensor_over_which_a_hyperparameter_spreads_is_filled_in_place(tmp_path: Path, saved: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["own"] = saved
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    optimizer.param_groups[0]["own"] = own = torch.zeros(2, 3)
+    bcp.load(tmp_path, {"model": model, "optimizer": optimizer})
+    assert optimizer.param_groups[0]["own"] is own
+    assert torch.equal(own, torch.full((2, 3), 7.0))
+
+
+@pytest.mark.parametrize("saved", [None, "text", [1.0, 2.0], torch.ones(2), torch.ones(1, 3), {"a": 1}], ids=repr)
 def test_a_tensor_that_cannot_hold_a_hyperparameter_is_replaced(tmp_path: Path, saved: Any) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
