@@ -515,5 +515,15 @@ def test_options_that_do_not_exist_are_refused() -> None:
         bcp.RankLocal(1, merge="mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"RngState\.elastic takes 'keep' or 'fold', not 'exact'"):
         bcp.RngState("exact")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"RngState\.at takes an integer for each dimension, not \{'pp': 0\.7\}"):
-        bcp.RngState(at={"pp": 0.7})  # type: ignore[dict-item]
+    odd: list[Any] = [0.7, np.float32(0.7), "first", None, float("inf")]
+    for number in odd:
+        with pytest.raises(ValueError, match=r"RngState\.at takes an integer for each dimension, not \{'pp': "):
+            bcp.RngState(at={"pp": number})
+
+
+def test_a_place_may_be_given_as_any_number_without_a_fraction() -> None:
+    places: list[Any] = [1, True, 1.0, "1", np.int64(1), torch.tensor(1)]
+    for number in places:
+        at = bcp.RngState(at={"pp": number}).at
+        assert at == {"pp": 1}
+        assert type(at["pp"]) is int

@@ -147,7 +147,7 @@ def is_there(part: Any) -> bool:
 
 
 def put_back(tree: Any, generators: list[FoundGenerator]) -> Any:
-    """Returns the tree with generators in place of their states, and in dicts also where the state is missing. Changes
+    """Returns the tree with generators in place of their states, also where a dict of the tree lacks the state. Changes
     its dicts and lists.
     """
     for keys, generator in generators:

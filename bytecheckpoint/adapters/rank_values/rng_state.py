@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +14,6 @@ import torch
 from bytecheckpoint.adapters.plain.manifest_trees import SavedByRank
 from bytecheckpoint.adapters.rank_values import megatron_rng
 from bytecheckpoint.adapters.rank_values.rng_fold import ROOT, folded, root_of
-from bytecheckpoint.runtime.integers import integer_of
 
 
 class RngState:
@@ -49,12 +49,8 @@ class RngState:
     def __init__(self, elastic: Literal["keep", "fold"] = "keep", *, at: Mapping[str, int] | None = None) -> None:
         if elastic not in {"keep", "fold"}:
             raise ValueError(f"RngState.elastic takes 'keep' or 'fold', not {elastic!r}")
-        numbers = {str(name): integer_of(number) for name, number in sorted((at or {}).items())}
-        place = {name: number for name, number in numbers.items() if number is not None}
-        if len(place) < len(numbers):
-            raise ValueError(f"RngState.at takes an integer for each dimension, not {at!r}")
         self.elastic = elastic
-        self.at = None if at is None else place
+        self.at = None if at is None else {str(name): _whole_number(at, name) for name in sorted(at)}
         self._root: bytes | None = None
         """Root of the checkpoint that was loaded last, which a later save passes on; None without."""
 
@@ -120,6 +116,16 @@ class RngState:
         if all(place is None for place in places.values()):  # saved without `at`: only the numbers are known
             return rank if rank in places else None
         return rank if places.get(rank) == self.at else next((o for o, at in places.items() if at == self.at), None)
+
+
+def _whole_number(at: Mapping[str, Any], name: str) -> int:
+    """Returns the number of a dimension, which may be a text, a bool or a float without a fraction, too."""
+    given = at[name]
+    with suppress(TypeError, ValueError, OverflowError):
+        number = int(given)
+        if isinstance(given, str) or number == given:
+            return number
+    raise ValueError(f"RngState.at takes an integer for each dimension, not {at!r}")
 
 
 def _set_cuda(current: int | None, devices: list[torch.Tensor]) -> None:
