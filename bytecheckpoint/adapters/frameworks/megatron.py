@@ -190,7 +190,9 @@ class MegatronEntry:
         for item in self._objects:
             found = checkpoint.entry_tree(item.fqn)
             if found is not None and found.is_taken:
-                item.give_back(TreeTarget().filled(found, leaves(item.plain(), item.fqn), checkpoint))
+                is_whole = checkpoint.takes_all or all(map(checkpoint.takes, leaves(found.tree, found.fqn)))
+                current = {} if is_whole else leaves(item.plain(), item.fqn)
+                item.give_back(TreeTarget().filled(found, current, checkpoint))
 
 
 class _ShardedObject(NamedTuple):

@@ -42,7 +42,7 @@ def modules_inside(value: Any) -> WrappedModules | None:
         return None
     live = {_memory_key(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
     is_same = all(
-        _memory_key(item) not in live or _memory_key(own_item) == _memory_key(item)
+        _memory_key(item) not in live or (_memory_key(own_item) == _memory_key(item) and _is_same_view(own_item, item))
         for name, own_item in own.items()
         for item in [of_modules[plain_name(str(name))]]
         if isinstance(item, torch.Tensor)
@@ -70,18 +70,24 @@ def _is_read_otherwise(module: torch.nn.Module) -> bool:
     return is_fsdp1 or is_engine(module) or is_megatron_module(module)
 
 
-def _memory_key(value: Any) -> object:
-    """Returns a key of a tensor, equal for all tensors with the same elements of the same memory, also on the meta
-    device. None for other values.
+def _memory_key(value: Any) -> tuple[int, int] | None:
+    """Returns a key of a tensor's memory, equal for all views that start there, also on the meta device. None for other
+    values.
     """
     if not isinstance(value, torch.Tensor):
         return None
     tensor = value._local_tensor if isinstance(value, DTensor) else value
     try:
-        place = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-        return *place, tensor.is_conj(), tensor.is_neg()
+        return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
     except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
         return id(value), 0
+
+
+def _is_same_view(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns True if two tensors that start at the same memory have the same elements, in one order."""
+    a, b = (each._local_tensor if isinstance(each, DTensor) else each for each in (value, other))
+    is_alike = a is b or (a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride())
+    return is_alike and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
 
 
 class ReloadEntry:
