@@ -79,8 +79,10 @@ class StoredOptimizer:
         self._tensors: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
         prefix = f"{join_fqn(saved.fqn, 'state')}."
         for state_fqn, tensor in checkpoint.tensors.items():
-            if tensor.fqn.startswith(prefix):
-                name, key = split_state_path(tensor.fqn[len(prefix) :], self._groups)
+            # Of an optimizer with an empty name, earlier versions put `.state.` before the names of the state.
+            own = tensor.fqn if saved.fqn else tensor.fqn.removeprefix(".")
+            if own.startswith(prefix):
+                name, key = split_state_path(own[len(prefix) :], self._groups)
                 if name:
                     self._tensors.setdefault(name, {})[key] = (state_fqn, tensor)
         self._known_names: dict[tuple[str, ...], list[str]] = {}

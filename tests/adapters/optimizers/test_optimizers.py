@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 from training import Tied, mlp, same_module, same_optimizer, same_value, train
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.optimizers import optimizer as optimizer_entry
 
 # Schedulers warn where they are stepped in another order than torch's tutorial has.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of", "ignore:The epoch parameter")
@@ -291,11 +292,20 @@ def test_tied_weights_have_one_state(tmp_path: Path) -> None:
     assert same_module(model, other)
 
 
-def test_an_optimizer_may_have_an_empty_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_earlier", [False, True])
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_an_optimizer_may_have_an_empty_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_earlier: bool, num_steps: int
+) -> None:
     model, other = mlp(0), mlp(1)
     optimizer, restored = torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters())
     train(model, [optimizer], 2)
-    bcp.save(tmp_path, {"model": model, "": optimizer})
+    train(other, [restored], num_steps)
+    with monkeypatch.context() as of_earlier_version:
+        if is_earlier:
+            of_earlier_version.setattr(optimizer_entry, "join_fqn", lambda fqn, key: f"{fqn}.{key}")
+        bcp.save(tmp_path, {"model": model, "": optimizer})
+    assert any(name.startswith(".state." if is_earlier else "state.") for name in bcp.open(tmp_path))
     bcp.load(tmp_path, {"model": other, "": restored})
     assert same_optimizer(optimizer, restored)
 
