@@ -167,8 +167,8 @@ class CheckpointView:
 
     @cached_property
     def tensor_dicts(self) -> dict[str, dict[str, str]]:
-        """For each entry that is a dict of tensors alone, by its FQN: the FQN of each tensor, by its key. Most large
-        states are such dicts, which need no walk. Empty if this load renames, reshapes or leaves out anything.
+        """For each entry that is a long dict of tensors alone, by its FQN: the FQN of each tensor, by its key. Most
+        large states are such dicts, which need no walk. Empty if this load renames, reshapes or leaves out anything.
         """
         if not self._is_as_saved or self._reshape is not None:
             return {}
@@ -211,7 +211,7 @@ class CheckpointView:
 
     @property
     def moment(self) -> str:
-        """Names the save for messages: by its step, or by its save id if it has no step."""
+        """Name of the save: its step, or its save id if it has none. New random number streams are keyed by it."""
         return f"save {self._manifest.save_id}" if self._manifest.step is None else f"step {self._manifest.step}"
 
     def saved_by_rank(self, fqn: str) -> SavedByRank | None:
@@ -273,7 +273,8 @@ class CheckpointView:
         """Returns the part of the plain data whose leaves are at or below this state FQN; None without such a part."""
         source = self._sources.get(fqn)
         if source is None:
-            below = ((name[len(fqn) :], leaf) for name, leaf in self._sources.items() if name.startswith(f"{fqn}."))
+            prefix = f"{fqn}." if fqn else ""
+            below = ((name[len(fqn) :], leaf) for name, leaf in self._sources.items() if name.startswith(prefix))
             source = next((leaf.removesuffix(path) for path, leaf in below if leaf.endswith(path)), None)
         tree = None if source is None else self._tree_at(source)
         return None if source is None or tree is None else StoredTree(source, tree, is_taken=True)

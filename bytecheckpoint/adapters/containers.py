@@ -24,7 +24,7 @@ from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
 from bytecheckpoint.adapters.plain.plain_data import encode_refs
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shard_columns import WholeTensors
-from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShards, dtype_name
+from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShards, dtype_name, has_all_memory, shares_elements
 from bytecheckpoint.adapters.torch_types import loaded_dtensor
 from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, contents_of, missing_in
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
@@ -193,6 +193,9 @@ def _problems(fqn: str, value: Any, checkpoint: CheckpointView) -> list[Problem]
         name, own_name = dtype_name(found.dtype), dtype_name(value.dtype)
         text = f"{fqn}: dtype {name} in the checkpoint, {own_name} in the state (small tensors here are not cast)"
         return [Problem("dtype", fqn, text)]
+    if value.is_meta or shares_elements(value) or not has_all_memory(value):
+        text = f"{fqn}: the state's tensor is on the meta device, expanded, or freed; give it memory of its own"
+        return [Problem("conflict", fqn, text)]
     return []
 
 

@@ -19,7 +19,7 @@ _NUM_SHOWN = 10
 _ALWAYS_FINITE = {"float4_e2m1fn_x2"}
 """Dtypes without a NaN and an infinity; torch cannot convert them either."""
 _PART_ELEMENTS = 1 << 24
-"""Number of elements that are checked at a time: the check allocates a byte for each."""
+"""Number of elements that are checked at a time: the check allocates a copy of them, and some bytes more for each."""
 
 
 def check_finite(contents: Sequence[EntryContents], *, check: FiniteCheck, path: str, rank: int) -> None:

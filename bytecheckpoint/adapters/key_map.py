@@ -40,7 +40,7 @@ class Renamer:
         `beside`. Then `plain` maps some of the resulting names to other ones.
 
         Raises CheckpointMismatchError (conflict) for a value that is not a key_map; a call of the Renamer raises it for
-        a rule that `re.sub` does not take.
+        a rule that `re.sub` does not take, and for a function that returns no str.
         """
         self.unused: dict[str | tuple[str, str], None] = {}
         """Rules that have matched nothing so far: keys of a dict, or pairs of a list. All values are None."""

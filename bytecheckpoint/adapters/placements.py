@@ -220,7 +220,9 @@ def lengths_of(intervals: Sequence[Sequence[Interval]]) -> tuple[int, ...]:
 
 
 def _may_be_fully_sharded(mesh_axes: Sequence[MeshAxis]) -> bool:
-    """Returns True if fully_shard may have made the placements: one is strided, by the split_factor of later axes."""
+    """Returns True if fully_shard may have made the placements: one is strided, and its split_factor is the number of
+    parts into which later axes cut the same dimension.
+    """
     strided = [index for index, axis in enumerate(mesh_axes) if isinstance(axis[0], StridedShard)]
     if len(strided) != 1:
         return False

@@ -58,7 +58,7 @@ class _ColumnLayout(NamedTuple):
 
 
 class _KnownLayout:
-    """The layout that tensors of these names had last."""
+    """The layout that the tensors of one tuple of FQNs had last; None before the first save of them."""
 
     def __init__(self) -> None:
         self.layout: _ColumnLayout | None = None

@@ -69,7 +69,7 @@ class LocalShard(NamedTuple):
     owner: torch.Tensor | None = None
     """The state's own tensor, where its version counter is another one than that of `tensor`, as a DTensor's is."""
     byte_length: int = 0
-    """Number of its bytes, for a shard that has an address or is a whole, dense, plain tensor; else 0."""
+    """Number of its bytes, for a shard that has an address; for others it may be 0."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

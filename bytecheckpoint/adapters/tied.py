@@ -81,8 +81,11 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _memory(tensor: torch.Tensor) -> object:
-    """Returns a key that is equal for tied tensors, and differs for views that only start at the same place."""
+    """Returns a key that is equal for tied tensors. It differs for views that only start at the same place, and for the
+    conjugate or the negative of a tensor, which may be a view of it.
+    """
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if local.is_meta or local.numel() == 0 or local.layout is not torch.strided:
         return id(tensor)
-    return local.device, local.data_ptr(), tuple(tensor.shape), local.stride(), tensor.dtype
+    place = local.device, local.data_ptr(), tuple(tensor.shape), local.stride(), tensor.dtype
+    return *place, local.is_conj(), local.is_neg()

@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, encode_refs
+from bytecheckpoint.adapters.plain.merge_plain import merge_plain
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, encode_refs, keep_in_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 
 
@@ -304,6 +305,24 @@ def test_an_empty_dict_takes_what_the_checkpoint_has(tmp_path: Path) -> None:
     assert target["extra_state"] == {"r": {1: "a"}}
 
 
+def test_ordered_dicts_of_ranks_are_united_as_dicts_are() -> None:
+    trees = [{"s": OrderedDict(b=1, a={"x": 1})}, {"s": OrderedDict(a={"y": 2}, c=3)}]
+    of_ranks = [{"it": ("shared", encode_plain(tree, "it", keep_in_tree))} for tree in trees]
+    shared, by_rank = merge_plain(of_ranks, [0, 1])  # type: ignore[arg-type]
+    assert repr(decode_plain(shared["it"])["s"]) == repr(OrderedDict(b=1, a={"x": 1, "y": 2}, c=3))
+    assert not by_rank
+    of_ranks[1] = {"it": ("shared", encode_plain({"s": {"b": 1}}, "it", keep_in_tree))}
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"it\.s: OrderedDict\(.* on rank 0, \{'b': 1\} on rank 1"):
+        merge_plain(of_ranks, [0, 1])  # type: ignore[arg-type]
+
+
+def test_an_empty_dict_under_an_empty_name_takes_what_is_there(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"": {"a": 1, "t": torch.ones(3)}, "b": 2})
+    state: dict[str, Any] = {"": {}, "b": 0}
+    bcp.load(tmp_path, state)
+    assert equal(state, {"": {"a": 1, "t": torch.ones(3)}, "b": 2})
+
+
 def test_a_default_dict_is_loaded_into_and_kept(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"s": {"a": 1}})
     target: dict[str, int] = defaultdict(int, a=0)
@@ -379,6 +398,21 @@ def test_large_tensors_of_extra_state_are_filled_in_place_and_chosen_by_their_na
     empty: dict[str, Any] = {"moved": {}}
     bcp.load(tmp_path, empty, key_map=[("^extra_state", "moved")])
     assert equal(empty["moved"], state(1.0)["extra_state"])
+
+
+@pytest.mark.parametrize("memory", ["meta", "expanded", "freed"])
+def test_a_small_tensor_of_extra_state_without_memory_of_its_own_is_refused_before_anything_changes(
+    tmp_path: Path, memory: str
+) -> None:
+    target = torch.zeros(1).expand(3) if memory == "expanded" else torch.zeros(3)
+    if memory == "freed":
+        target.untyped_storage().resize_(0)
+    target = target.to("meta") if memory == "meta" else target
+    bcp.save(tmp_path, {"extra_state": {"t": torch.ones(3)}, "x": torch.ones(3)})
+    x = torch.zeros(3)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"extra_state\.t: the state's tensor is on"):
+        bcp.load(tmp_path, {"extra_state": {"t": target}, "x": x})
+    assert not x.any()
 
 
 @pytest.mark.parametrize("layout", ["bare", "nested", "strided", "conj", "bfloat16", "uint4"])

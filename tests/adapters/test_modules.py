@@ -156,6 +156,20 @@ def test_optimizer_state_of_a_weight_that_two_stages_share_has_its_first_name(tm
     assert "optimizer.state.embed.weight.exp_avg" in bcp.open(tmp_path / "tied").keys()
 
 
+@pytest.mark.parametrize("view", [lambda values: values.conj(), lambda values: values.conj().imag])
+def test_a_view_that_conjugates_or_negates_a_buffer_is_not_tied_to_it(tmp_path: Path, view: Any) -> None:
+    values = torch.arange(4) * (1 + 2j)
+    source, target = nn.Module(), nn.Module()
+    for module, of_both in ((source, values), (target, torch.zeros_like(values))):
+        module.register_buffer("plain", of_both if view(of_both).is_complex() else of_both.imag)
+        module.register_buffer("other", view(of_both))
+    target.other = target.other.clone()
+    bcp.save(tmp_path, {"it": source})
+    bcp.load(tmp_path, {"it": target})
+    assert torch.equal(target.plain, source.plain)
+    assert torch.equal(target.other, source.other)
+
+
 def test_tensors_that_share_memory_in_part_are_each_saved(tmp_path: Path) -> None:
     memory = torch.arange(12.0)
     source, target = nn.Module(), nn.Module()

@@ -107,6 +107,23 @@ def test_a_generator_that_was_not_saved_is_named(tmp_path: Path) -> None:
         bcp.load(tmp_path, {"own": bcp.RankLocal({"a": random.Random(2), "b": random.Random(3)})})
 
 
+@pytest.mark.parametrize("saved", [{"a": 1}, {"a": 1, "g": "text"}, {"a": 1, "g": [random.Random(1)]}])
+def test_a_generator_without_a_state_that_fits_stays_in_a_load_of_what_fits(tmp_path: Path, saved: Any) -> None:
+    bcp.save(tmp_path, {"own": bcp.RankLocal(saved)})
+    generator = torch.Generator().manual_seed(3)
+    holder = bcp.RankLocal({"a": 0, "g": generator})
+    report = bcp.load(tmp_path, {"own": holder}, strict=False)
+    assert (report.missing + report.mismatched)[0].startswith("own.g")
+    assert holder.value == {"a": 1, "g": generator}
+    assert torch.rand((), generator=generator) == torch.rand((), generator=torch.Generator().manual_seed(3))
+
+
+def test_a_generator_in_a_dict_does_not_fit_a_list(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"own": bcp.RankLocal([random.Random(1)])})
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"own\.a: not in the checkpoint"):
+        bcp.load(tmp_path, {"own": bcp.RankLocal({"a": random.Random(2)})})
+
+
 def test_a_generator_that_is_excluded_draws_on(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"own": bcp.RankLocal({"a": np.random.default_rng(1), "b": np.random.default_rng(2)})})
     held = {"a": np.random.default_rng(3), "b": np.random.default_rng(4)}
@@ -264,6 +281,8 @@ UNLIKE: dict[str, tuple[str, list[Any], str]] = {
     "overflow": ("sum", [torch.full((1,), 2**62), torch.full((1,), 2**62)], "int64 integers whose sum is out of range"),
     "unsigned overflow": ("sum", [np.uint8(200), np.uint8(100)], "uint8 integers whose sum is out of range"),
     "under a list": ("sum", [{"b": [1, True]}, {"b": [1, True]}], "bool values, which have no sum"),
+    "half bytes": ("max", [torch.ones(8).byte().view(torch.uint4)] * 2, "dtype that torch cannot add or compare"),
+    "large half bytes": ("sum", [torch.ones(80_000).byte().view(torch.uint4)] * 2, "torch cannot add or compare"),
 }
 
 
@@ -481,6 +500,7 @@ def test_values_are_merged(workers: WorkerPool, tmp_path: Path, case: str) -> No
     [
         ("sum", {"a": torch.tensor(True)}, r"n\.a is in a RankLocal with merge='sum', and truth values have no sum"),
         ("max", {"a": [1j]}, r"n\.a\.0 is in a RankLocal with merge='max', and complex numbers have no largest"),
+        ("max", torch.ones(2).byte().view(torch.uint4), r"n is a tensor of torch\.uint4 in a RankLocal with merge="),
         ("sum", {"a": torch.Generator()}, "a random number generator in a RankLocal with merge='sum'"),
     ],
 )
@@ -495,3 +515,15 @@ def test_options_that_do_not_exist_are_refused() -> None:
         bcp.RankLocal(1, merge="mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"RngState\.elastic takes 'keep' or 'fold', not 'exact'"):
         bcp.RngState("exact")  # type: ignore[arg-type]
+    odd: list[Any] = [0.7, np.float32(0.7), "first", None, float("inf")]
+    for number in odd:
+        with pytest.raises(ValueError, match=r"RngState\.at takes an integer for each dimension, not \{'pp': "):
+            bcp.RngState(at={"pp": number})
+
+
+def test_a_place_may_be_given_as_any_number_without_a_fraction() -> None:
+    places: list[Any] = [1, True, 1.0, "1", np.int64(1), torch.tensor(1)]
+    for number in places:
+        at = bcp.RngState(at={"pp": number}).at
+        assert at == {"pp": 1}
+        assert type(at["pp"]) is int

@@ -207,6 +207,26 @@ def test_the_words_of_a_folded_state_are_what_torch_draws() -> None:
     assert len(set(numbers.tolist())) > 1_900
 
 
+def save_alike(rank: int, world_size: int, path: str) -> list[float]:
+    seed(100)
+    bcp.save(path, {"rng": bcp.RngState(at={})}, step=1)
+    return drawn()
+
+
+def load_alike(rank: int, world_size: int, path: str, elastic: str) -> list[float]:
+    seed(rank)
+    bcp.load(path, {"rng": bcp.RngState(elastic, at={})})  # type: ignore[arg-type]
+    return drawn()
+
+
+@pytest.mark.parametrize("elastic", ["keep", "fold"])
+def test_ranks_that_differ_over_no_dimension_draw_alike_on_any_number(
+    workers: WorkerPool, tmp_path: Path, elastic: str
+) -> None:
+    saved = workers.run(save_alike, str(tmp_path), world_size=2)
+    assert workers.run(load_alike, str(tmp_path), elastic, world_size=3) == [saved[0]] * 3
+
+
 def save_at(rank: int, world_size: int, path: str, num_tensor: int) -> list[float]:
     seed(100 + rank % num_tensor)
     drawn()

@@ -300,8 +300,14 @@ class PositionLoader(StreamLoader):
 def test_what_is_too_large_for_the_log_is_refused_with_what_would_make_it_smaller(
     tmp_path: Path, kind: type[StreamLoader], is_shared: bool, advice: str, large: Any
 ) -> None:
-    loader = kind({"a": 1}, large) if is_shared else kind({"a": large})
+    loader = kind({"a": {"n": 1}}, large) if is_shared else kind({"a": large})
     with manager_at(tmp_path) as manager, pytest.raises(CheckpointSaveError, match=advice):
+        manager.log_data(0, {"data": bcp.DataLoaderState(loader, rank=0, size=1)})
+
+
+def test_a_position_that_replaces_no_values_of_the_state_is_refused(tmp_path: Path) -> None:
+    loader = PositionLoader({"a": 5})
+    with manager_at(tmp_path) as manager, pytest.raises(CheckpointSaveError, match=r"data\.streams\.a is a int of"):
         manager.log_data(0, {"data": bcp.DataLoaderState(loader, rank=0, size=1)})
 
 

@@ -56,6 +56,8 @@ class _StreamShare(NamedTuple):
     report: DataReport
     why_restarted: str = ""
     """Reason why the loader starts anew; empty where it goes on."""
+    has_start: bool = False
+    """True if it starts anew from the states in `plain`, which may be none."""
 
 
 class DataLoaderEntry:
@@ -90,11 +92,11 @@ class DataLoaderEntry:
             tensors.append((fqn, tensor))
             return None
 
-        prefix = f"{self.fqn}.streams"
+        prefix = join_fqn(self.fqn, "streams")
         ids = self.own_ids(loader)
         of_id = loader.stream_state
         streams = {each: msgspec.Raw(encode_state(of_id(each), f"{prefix}.{each}", on_tensor)) for each in ids}
-        shared = encode_plain(loader.shared_state(), f"{self.fqn}.shared", on_tensor)
+        shared = encode_plain(loader.shared_state(), join_fqn(self.fqn, "shared"), on_tensor)
         shards = LocalShards()
         shards.add_all(tensors)
         self._tensors = [tensor for _, tensor in tensors]
@@ -116,7 +118,7 @@ class DataLoaderEntry:
         """Returns the sorted ids of this rank's streams. Raises CheckpointSaveError (unsupported_value) for an id that
         the loader names twice, or that is no valid text.
         """
-        fqn = f"{self.fqn}.streams"
+        fqn = join_fqn(self.fqn, "streams")
         ids = sorted(loader.stream_ids())
         if len(set(ids)) < len(ids):
             twice = next(one for one, other in pairwise(ids) if one == other)
@@ -211,7 +213,8 @@ class DataLoaderEntry:
                     "start: make the loader and its DataLoaderState anew"
                 )
             report = replace(report, restarted=True)
-            return share._replace(plain=start or {}, own=list(start or {}), report=report, why_restarted=rule.why)
+            share = share._replace(plain=start or {}, own=list(start or {}), has_start=start is not None)
+            return share._replace(report=report, why_restarted=rule.why)
         if rule.action == "assign":
             return self._assigned(share, saved)
         states = [tree["streams"][rank_id(rank)] for rank in range(tree["size"])]
@@ -293,11 +296,11 @@ class DataLoaderEntry:
 
     def _restart(self, share: _StreamShare) -> None:
         loader = self._state.streams
-        if share.own:
+        if share.has_start:
             loader.load_streams({each: share.plain[each] for each in share.own}, loader.shared_state())
         if self._state.rank == 0:
             # A count of one rank's samples can only go back to 0 within its epoch.
             of = " of the epoch that it is in" if self._state.keyed_by == "rank" else ""
-            at = f"from its first sample{of}" if share.own else "and must not have been read"
+            at = f"from its first sample{of}" if share.has_start else "and must not have been read"
             text = f"{self.fqn}: the data loader starts anew, {at}: {share.why_restarted}"
             warnings.warn(text, stacklevel=2)

@@ -9,6 +9,7 @@ from bytecheckpoint.adapters.data.rank_states import RankStates
 from bytecheckpoint.adapters.data.stream_wire import KeyedBy
 from bytecheckpoint.data.elastic_loader import ElasticLoader
 from bytecheckpoint.data.known_loaders import elastic_loader_of
+from bytecheckpoint.runtime.integers import integer_of
 
 Elastic = Literal["exact", "same", "at_least_once", "restart"]
 
@@ -33,19 +34,21 @@ class DataLoaderState:
             starts the loader anew on another number of ranks, with a warning.
 
     Raises:
-        ValueError: `rank` is none of `size` ranks, `elastic` is not one of these, or accelerate has split `Streams`
-            once more.
+        ValueError: `rank` is none of `size` ranks, one of both is no integer, `elastic` is not one of these, or
+            accelerate has split `Streams` once more.
         TypeError: The loader has no state.
     """
 
     def __init__(self, loader: Any, *, rank: int, size: int, elastic: Elastic = "exact") -> None:
         if elastic not in get_args(Elastic):
             raise ValueError(f"DataLoaderState.elastic takes one of {', '.join(get_args(Elastic))}, not {elastic!r}")
-        if not 0 <= rank < size:
-            raise ValueError(f"DataLoaderState takes a data-parallel rank from 0 to size - 1: rank={rank}, size={size}")
+        own_rank, num_ranks = integer_of(rank), integer_of(size)
+        if own_rank is None or num_ranks is None or not 0 <= own_rank < num_ranks:
+            text = f"DataLoaderState takes a data-parallel rank from 0 to size - 1: rank={rank!r}, size={size!r}"
+            raise ValueError(text)
         self.loader = loader
-        self.rank = rank
-        self.size = size
+        self.rank = own_rank
+        self.size = num_ranks
         self.elastic = elastic
         elastic_loader = elastic_loader_of(loader)
         if elastic_loader is None and not _has_state(loader):
@@ -57,7 +60,9 @@ class DataLoaderState:
             )
         self.keyed_by: KeyedBy = "rank" if elastic_loader is None else "stream"
         """States belong to streams, which any rank can take over, or to data-parallel ranks."""
-        self.streams: ElasticLoader = elastic_loader or RankStates(loader, rank=rank, size=size)
+        # Not `or`: a loader of no batches may be falsy.
+        of_rank = RankStates(loader, rank=self.rank, size=self.size)
+        self.streams: ElasticLoader = of_rank if elastic_loader is None else elastic_loader
         self.loaded_ids: Sequence[str] | None = None
         """Sorted ids of the streams of all ranks, once a load has dealt them out."""
         self.is_in_use = False

@@ -78,7 +78,7 @@ def merge_streams(fqn: str, parts: Mapping[int, tuple[Scope, bytes]]) -> MergedS
         owners.update(dict.fromkeys(own, part.dp_rank))
     problems += _without_owner(fqn, first, decoded, by_dp_rank, owners)
     problems += _ambiguous(fqn, streams, by_dp_rank, owners)
-    return MergedStreams(b"" if problems else encode_stored(first, streams, owners, first.shared), problems)
+    return MergedStreams(b"" if problems else encode_stored(first, streams, owners), problems)
 
 
 def conflict_of_streams(problems: Sequence[StreamProblem]) -> CheckpointMismatchError:

@@ -40,13 +40,18 @@ def encode_positions(fqn: str, state: DataLoaderState) -> bytes:
     """
     entry, loader = DataLoaderEntry(fqn, state), state.streams
     entry.refuse_inexact()
+    has_positions = hasattr(loader, "stream_position")
     position_of = getattr(loader, "stream_position", loader.stream_state)
-    advice = _SHORTEN_POSITION if hasattr(loader, "stream_position") else _GIVE_POSITION
+    advice = _SHORTEN_POSITION if has_positions else _GIVE_POSITION
     streams: dict[str, msgspec.Raw] = {}
     for stream_id in entry.own_ids(loader):
         name = f"{fqn}.streams.{stream_id}"
-        encoded = encode_state(position_of(stream_id), name, partial(_refuse_large, advice=advice))
+        position = position_of(stream_id)
+        encoded = encode_state(position, name, partial(_refuse_large, advice=advice))
         streams[stream_id] = msgspec.Raw(_checked(encoded, name, advice))
+        if has_positions and not isinstance(position, dict):  # values that replace those of the stream's state
+            what = f"a {type(position).__name__} of stream_position(id)"
+            raise unsupported(name, what, "return a dict with some items of the stream's state, which is a dict, too")
     name = f"{fqn}.shared"
     shared = encode_plain(loader.shared_state(), name, partial(_refuse_large, advice=_SHORTEN_SHARED))
     return entry.encode_part(loader, streams, _checked(shared, name, _SHORTEN_SHARED))

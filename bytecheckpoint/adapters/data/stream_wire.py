@@ -112,7 +112,7 @@ def encode_state(state: Any, fqn: str, on_tensor: TensorHook) -> bytes:
 
 
 def _is_simple(value: Any, depth: int) -> bool:
-    """Returns True if msgpack has a form of its own for all values of a tree, which is at most `depth` deep."""
+    """Returns True if a tree is at most `depth` deep, and msgpack has a form of its own for all values in it."""
     kind = type(value)
     if kind in _FLAT:
         return True
@@ -129,9 +129,7 @@ def _is_simple(value: Any, depth: int) -> bool:
     return _FLAT.issuperset(map(type, items)) or all(_is_simple(item, depth - 1) for item in items)
 
 
-def encode_stored(
-    part: StreamsPart, streams: Mapping[str, msgspec.Raw], owners: Mapping[str, int], shared: msgspec.Raw
-) -> bytes:
+def encode_stored(part: StreamsPart, streams: Mapping[str, msgspec.Raw], owners: Mapping[str, int]) -> bytes:
     """Returns the object of a manifest. `part` is that of any rank: only values that all ranks have in common are taken
     from it.
     """
@@ -143,7 +141,7 @@ def encode_stored(
         elastic=part.elastic,
         keyed_by=part.keyed_by,
         size=part.size,
-        shared=shared,
+        shared=part.shared,
         streams={stream_id: streams[stream_id] for stream_id in ids},
         owners=msgspec.Raw(encode_plain(array, "", keep_in_tree)),
     )

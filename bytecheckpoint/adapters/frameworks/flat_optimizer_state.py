@@ -30,7 +30,7 @@ from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, torch_dtype
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.manifest.plain_wire import TensorRef, unsupported
+from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn, unsupported
 
 _ADVICE = "use an optimizer whose state has the shape of its parameters"
 
@@ -62,7 +62,8 @@ class FlatParamState:
 
     def collect(self, shards: LocalShards) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields name and plain state of each parameter that has plain state. Adds the tensors to `shards` while the
-        iterator is consumed. Raises CheckpointSaveError (unsupported_value) for state of another shape.
+        iterator is consumed. Raises CheckpointSaveError (unsupported_value) for state that has neither the shape of
+        this memory nor a single value, the same for all parts of a parameter.
         """
         state, shape = self._state, self._memory.shape
         for names, part in self._parts:
@@ -101,7 +102,7 @@ class FlatParamState:
         are_scalars: dict[str, set[bool]] = {}
         for names, part in self._not_excluded(stored):
             if stored.group(names) is None:
-                problems.append(not_stored(f"{self._fqn}.groups.{names.name}"))
+                problems.append(not_stored(join_fqn(self._fqn, f"groups.{names.name}")))
             if not same_but_for_padding(part.padded_axis, part.shape, _stored_as(names, part, stored)):
                 problems += stored.misfits(names, part.shape)
         for names, part, stored_shape in self._loaded_parts(stored):
@@ -187,7 +188,7 @@ class FlatParamState:
         return list(differing.values())
 
     def _loaded_parts(self, stored: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatParamPart, tuple[int, ...]]]:
-        """Yields the parameters whose state is loaded, and the shape of each when its state was saved."""
+        """Yields names and part of each parameter whose state is loaded, and its shape when its state was saved."""
         for names, part in self._not_excluded(stored):
             stored_shape = _stored_as(names, part, stored)
             if same_but_for_padding(part.padded_axis, part.shape, stored_shape):
@@ -197,7 +198,7 @@ class FlatParamState:
         return ((names, part) for names, part in self._parts if not stored.is_excluded(names))
 
     def _state_fqn(self, names: ParameterNames, key: str) -> str:
-        fqn = f"{self._fqn}.state.{names.name}.{key}"
+        fqn = join_fqn(self._fqn, f"state.{names.name}.{key}")
         check_state_key(fqn, key)
         return fqn
 

@@ -131,7 +131,7 @@ class FlatParamMemory(NamedTuple):
     """Name as in NamedPart."""
     part: FlatParamPart
     memory: torch.Tensor
-    """The memory that a save writes and a load fills: one-dimensional and contiguous."""
+    """The memory that a save writes and a load fills: contiguous, and one-dimensional or in the parameter's shape."""
 
 
 class FlatModule(NamedTuple):

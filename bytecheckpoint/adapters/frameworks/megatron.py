@@ -25,6 +25,7 @@ from bytecheckpoint.adapters.frameworks.megatron_sharded import CopiedFactory, S
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import LocalShard
+from bytecheckpoint.adapters.tree_loader import TreeTarget
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
 from bytecheckpoint.region import Region
@@ -138,8 +139,7 @@ class MegatronEntry:
         names = {fqn for fqn, _ in shards}
         for item in self._objects:
             if item.sharded.data is not None and _is_main(item.sharded.replica_id):
-                data = item.sharded.data
-                value = {_BYTES_IO: data.getvalue()} if isinstance(data, io.BytesIO) else data
+                value = item.plain()
                 encoded = encode_plain(value, item.fqn, keep_in_tree)
                 if plain.setdefault(item.fqn, ("shared", encoded)) != ("shared", encoded):
                     raise _two_of_one_name(item.fqn, "objects")
@@ -190,7 +190,9 @@ class MegatronEntry:
         for item in self._objects:
             found = checkpoint.entry_tree(item.fqn)
             if found is not None and found.is_taken:
-                item.give_back(found.tree)
+                is_whole = checkpoint.takes_all or all(map(checkpoint.takes, leaves(found.tree, found.fqn)))
+                current = {} if is_whole else leaves(item.plain(), item.fqn)
+                item.give_back(TreeTarget().filled(found, current, checkpoint))
 
 
 class _ShardedObject(NamedTuple):
@@ -202,6 +204,11 @@ class _ShardedObject(NamedTuple):
     """Module that it belongs to."""
     path: str
     """Its name in the module."""
+
+    def plain(self) -> Any:
+        """Returns the present value as plain data."""
+        data = self.sharded.data
+        return {_BYTES_IO: data.getvalue()} if isinstance(data, io.BytesIO) else data
 
     def give_back(self, plain: Any) -> None:
         """Puts the loaded value into the sharded object and into the module."""
@@ -237,7 +244,7 @@ def _memory_key(tensor: torch.Tensor) -> object:
     """Returns a key of a parameter's memory, equal also for its `data`, which is a new object each time."""
     if tensor.is_meta or not tensor.numel():
         return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _holds_same(shard: LocalShard, other: LocalShard) -> bool:

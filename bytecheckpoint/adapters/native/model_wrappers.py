@@ -17,6 +17,7 @@ from bytecheckpoint.adapters.native.module_parts import part_of, plain_name
 from bytecheckpoint.adapters.native.module_walk import Stage
 from bytecheckpoint.adapters.stateful import Stateful
 from bytecheckpoint.adapters.torch_types import DTensor, FullyShardedDataParallel
+from bytecheckpoint.manifest.plain_wire import join_fqn
 
 
 class WrappedModules(NamedTuple):
@@ -41,7 +42,7 @@ def modules_inside(value: Any) -> WrappedModules | None:
         return None
     live = {_memory_key(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
     is_same = all(
-        _memory_key(item) not in live or _memory_key(own_item) == _memory_key(item)
+        _memory_key(item) not in live or (_memory_key(own_item) == _memory_key(item) and _is_same_view(own_item, item))
         for name, own_item in own.items()
         for item in [of_modules[plain_name(str(name))]]
         if isinstance(item, torch.Tensor)
@@ -82,6 +83,13 @@ def _memory_key(value: Any) -> tuple[int, int] | None:
         return id(value), 0
 
 
+def _is_same_view(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns True if two tensors that start at the same memory have the same elements, in one order."""
+    a, b = (each._local_tensor if isinstance(each, DTensor) else each for each in (value, other))
+    is_alike = a is b or (a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride())
+    return is_alike and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+
+
 class ReloadEntry:
     """An object around modules: after a load in place it gets their state, because it may hold a copy."""
 
@@ -95,7 +103,7 @@ class ReloadEntry:
         parts = [(part_of(self.fqn, stage), stage.module) for stage in self._inside.stages]
         plain = {plain_name(name): part.plain_name(name) for part, module in parts for name in module.state_dict()}
         names = ((name, plain[plain_name(name)]) for name in self._inside.names)
-        return {f"{self.fqn}.{name}": f"{self.fqn}.{new}" for name, new in names if new != name}
+        return {join_fqn(self.fqn, name): join_fqn(self.fqn, new) for name, new in names if new != name}
 
     def collect(self) -> EntryContents:
         """Returns nothing to save: the modules are entries of their own."""

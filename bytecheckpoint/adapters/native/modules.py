@@ -132,7 +132,7 @@ class ModuleEntry:
     def tied_names(self) -> dict[str, str]:
         """Returns the first name of each tied tensor by its other names, all without the FQN of the entry in front."""
         self._named = held = self._named or self._read()
-        prefix = len(self.fqn) + 1
+        prefix = len(self.fqn) + 1 if self.fqn else 0
         tied = {**held.aliases, **tied_subclasses(held.facts, held.aliases, held.tensors)}
         return {alias[prefix:]: fqn[prefix:] for alias, fqn in tied.items()}
 

@@ -34,7 +34,7 @@ from bytecheckpoint.adapters.torch_types import (
     StridedShard,
     TensorMeta,
 )
-from bytecheckpoint.manifest.plain_wire import unsupported
+from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
 
 _TABLES = frozenset({"qmap"})
 """Names of inner tensors that hold one table for all elements, as in torchao's low-bit optimizer states. A table is the
@@ -139,7 +139,7 @@ def subclasses_in(value: Any, fqn: str) -> dict[str, torch.Tensor]:
     if is_subclass(value):
         return {fqn: value}
     items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
-    return {name: found for key, item in items for name, found in subclasses_in(item, f"{fqn}.{key}").items()}
+    return {name: found for key, item in items for name, found in subclasses_in(item, join_fqn(fqn, key)).items()}
 
 
 def restored(
@@ -162,11 +162,11 @@ def restored(
         if are_facts(tree.get(FACTS)) and fqn in live:
             return live[fqn]
         for key, item in tree.items():
-            tree[key] = item if key == FACTS else restored(item, f"{fqn}.{key}", live, like, unbuildable)
+            tree[key] = item if key == FACTS else restored(item, join_fqn(fqn, key), live, like, unbuildable)
         return _built(tree, like) if are_facts(tree.get(FACTS)) else tree
     if type(tree) not in (list, tuple):
         return tree
-    items = [restored(item, f"{fqn}.{index}", live, like, unbuildable) for index, item in enumerate(tree)]
+    items = [restored(item, join_fqn(fqn, index), live, like, unbuildable) for index, item in enumerate(tree)]
     if type(tree) is tuple:
         return tuple(items)
     tree[:] = items
@@ -308,8 +308,9 @@ def _can_follow(num_dims: int, outer: DTensor, sharded: set[int]) -> bool:
 
 
 def _ends_with_blocks(outer: DTensor, dim: int, length: int) -> bool:
-    """Returns True if each part of the outer tensor ends at the end of a block. Then one of the two lengths divides the
-    other: 6 rows with 4 scales would be twice a block of two rows and a short block.
+    """Returns True if each part of the outer tensor ends at the end of a block of an inner tensor that has this length
+    along `dim`. Then one of the two lengths divides the other: 6 rows with 4 scales would be twice a block of two rows
+    and a short block.
     """
     if outer._local_tensor.shape[dim] == outer.shape[dim]:  # not cut
         return True

@@ -197,7 +197,8 @@ class SubclassState:
         """Returns the state keys whose tensors cannot be filled or created, each with the reason."""
         reasons = {key: self._why_misfit(key, facts) for key, facts in self._facts.items()}
         lacking = [k for k, own in self.own.items() if is_facts(k) and are_facts(own) and k not in self._facts]
-        reasons |= dict.fromkeys(lacking, "a tensor subclass in the state, and none in the checkpoint")
+        lacks = "a tensor subclass in the state, and none in the checkpoint, or include and exclude leave out a part"
+        reasons |= dict.fromkeys(lacking, lacks)
         found = [(key, reason) for key, reason in reasons.items() if reason]
         found += self._why_not_built() if not found else []
         return found + [(key, reason) for key, own in self.own.items() if (reason := self._why_unfillable(key, own))]
@@ -238,8 +239,8 @@ class SubclassState:
         return key.partition(".")[0] not in self._refused
 
     def lacks(self, key: str) -> bool:
-        """Returns True if a load puts a new value under this key, `exp_avg` say: it is no live subclass, which is
-        filled in place, is not elsewhere, and is not refused.
+        """Returns True if a load puts a new value under this key, `exp_avg` say. False for a live subclass, which is
+        filled in place, for a refused one, and for one of which only other ranks have elements.
         """
         return self.takes(key) and f"{key}.{FACTS}" not in self.own and not self.is_elsewhere(key)
 

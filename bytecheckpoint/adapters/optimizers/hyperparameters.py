@@ -54,8 +54,8 @@ def by_first_parameter(
 def agreed(
     parameters: Iterable[ParameterNames], stored: StoredOptimizer, checkpoint: CheckpointView
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Returns the hyperparameters, by name, with which the parameters of a group were saved, and the problems. One that
-    some were saved with and others not, or with other values, is left out, and is a problem.
+    """Returns the selected hyperparameters, by name, with which the parameters of a group were saved, and the problems.
+    One that some were saved with and others not, or with other values, is left out, and is a problem.
     """
     by_parameter = map(stored.group, parameters)
     groups = {of_parameter.fqn: of_parameter for of_parameter in by_parameter if of_parameter is not None}
@@ -76,18 +76,41 @@ def agreed(
 
 
 def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Copies values into a group. A tensor of the group is filled in place, because captured graphs hold it; a number
-    of the group stays a number where the value is a tensor.
+    """Copies values into a group. A tensor of the group, or in a tuple or list there, as betas are, is filled in place,
+    because captured graphs hold it; one that cannot hold the value is replaced. A number of the group stays a number
+    where the value is a tensor of one element.
     """
     for key, value in values.items():
-        own = group.get(key)
-        if isinstance(own, torch.Tensor):
-            # In its own dtype: of a number torch makes a tensor of the default dtype, which may be bfloat16.
-            is_tensor = isinstance(value, torch.Tensor)
-            own.detach().copy_(value if is_tensor else torch.tensor(value, dtype=own.dtype, device="cpu"))
-        else:
-            is_number = isinstance(value, torch.Tensor) and isinstance(own, int | float)
-            group[key] = value.item() if is_number else copy.deepcopy(value)
+        group[key] = _taken_over(group.get(key), value)
+
+
+def _taken_over(own: Any, value: Any) -> Any:
+    if type(own) in (list, tuple) and type(value) in (list, tuple) and len(own) == len(value):
+        return type(value)(map(_taken_over, own, value))
+    if isinstance(own, torch.Tensor):
+        new = _tensor_of(value, own.dtype)
+        new = new.reshape(()) if new is not None and new.numel() == 1 else new
+        if new is not None and _spreads_over(new.shape, own.shape):
+            own.detach().copy_(new)
+            return own
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1
+    return value.item() if is_one and isinstance(own, int | float) else copy.deepcopy(value)
+
+
+def _spreads_over(shape: torch.Size, own: torch.Size) -> bool:
+    """Returns True if torch copies a tensor of this shape into one of the other shape, as it does an equal one."""
+    lengths = zip(reversed(shape), reversed(own), strict=False)
+    return len(shape) <= len(own) and all(length in (1, of_own) for length, of_own in lengths)
+
+
+def _tensor_of(value: Any, dtype: torch.dtype) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        # In this dtype: of a number torch makes a tensor of the default dtype, which may be bfloat16.
+        return torch.tensor(value, dtype=dtype, device="cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # None, a text, a number that the dtype cannot hold
+        return None
 
 
 def same_value(a: Any, b: Any) -> bool:

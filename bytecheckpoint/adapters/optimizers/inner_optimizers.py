@@ -64,7 +64,7 @@ def _held_by_attributes(owner: Any) -> Iterator[Any]:
 
 
 def _items_of(value: Any, depth: int, matches: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yields the values for which `matches` is true, in dicts, lists and tuples, nested or not."""
+    """Yields the values for which `matches` is true, in dicts, lists and tuples nested at most `depth` deep."""
     if matches(value):
         yield value
     elif isinstance(value, Mapping | list | tuple) and depth:
@@ -93,8 +93,8 @@ class ShownState(NamedTuple):
 
 
 def shown_by(optimizer: torch.optim.Optimizer, inner: Sequence[Any]) -> ShownState:
-    """Describes the content of state_dict(). State that this call makes for an inner optimizer that had none is not
-    counted and is removed again: torchtitan's takes a step to make it, and a save must change nothing.
+    """Describes the content of state_dict(). State that this call makes for an optimizer, inner or not, that had none
+    is not counted and is removed again: torchtitan's takes a step to make it, and a save must change nothing.
     """
     empty = [each for each in (optimizer, *inner) if isinstance(each, torch.optim.Optimizer) and not each.state]
     shapes: Shapes = Counter()

@@ -47,7 +47,7 @@ from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer,
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.adapters.shard_columns import ShardBlocks, WholeTensors
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards
-from bytecheckpoint.manifest.plain_wire import unsupported
+from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
 
 
 class OptimizerEntry:
@@ -84,8 +84,8 @@ class OptimizerEntry:
     def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
         """Takes the names of the parameters from the modules of the state.
 
-        Raises CheckpointSaveError (unsupported_value) for a parameter that no module has, or that two optimizers of
-        this entry hold.
+        Raises CheckpointSaveError (unsupported_value) for a parameter that neither a module nor its optimizer names, or
+        that two optimizers of this entry hold, and for a ZeroRedundancyOptimizer.
         """
         for optimizer in self.optimizers:
             refuse_zero_redundancy(self.fqn, optimizer)
@@ -112,7 +112,7 @@ class OptimizerEntry:
         tensors: list[tuple[str, torch.Tensor]] = []
         keys: set[str] = set()
         tree: dict[str, Any] = {"state": {}, "groups": {}}
-        whole = self._optimized.whole
+        whole, prefix = self._optimized.whole, join_fqn(self.fqn, "state")
         for optimizer in {id(group.optimizer): group.optimizer for group in self._groups()}.values():
             warn_of_unsaved(self.fqn, optimizer)
         for group in self._groups() if whole else ():
@@ -121,7 +121,7 @@ class OptimizerEntry:
                 names, state = whole.get(id(parameter)), state_of.get(parameter)
                 if names is None or not state:
                     continue
-                plain = collect_state(f"{self.fqn}.state.{names.name}.", state, tensors, keys)
+                plain = collect_state(f"{prefix}.{names.name}.", state, tensors, keys)
                 if plain:
                     tree["state"][names.name] = plain
         fqns = tuple(fqn for fqn, _ in tensors)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, MutableMapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
@@ -58,7 +59,7 @@ def refuse_zero_redundancy(fqn: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 def warn_of_unsaved(fqn: str, optimizer: torch.optim.Optimizer) -> None:
-    """Warns of state under keys that are no parameters, and of hooks of state_dict(): neither is saved. torch's own
+    """Warns of state under keys that are no tensors, and of hooks of state_dict(): neither is saved. torch's own
     state_dict() has both, without a name that ranks with other parameters could share.
     """
     all_keys: list[Any] = list(optimizer.state)
@@ -105,10 +106,19 @@ def collect_state(
 
 
 def _copied(value: Any, fqn: str) -> Any:
-    """Returns the tree in containers of its own: live state is not changed. A subclass becomes a dict of its parts."""
+    """Returns the tree in containers of its own: live state is not changed. A subclass becomes a dict of its parts, and
+    so does, with a warning, a dict of a type that a checkpoint does not have, such as a defaultdict.
+    """
     if isinstance(value, dict) or is_subclass(value):
         items = (value if isinstance(value, dict) else parts_of(fqn, value)).items()
-        return {key: _copied(item, join_fqn(fqn, key)) for key, item in items}
+        copied = {key: _copied(item, join_fqn(fqn, key)) for key, item in items}
+        if type(value) in (OrderedDict, Counter):
+            return type(value)(copied)
+        if isinstance(value, dict) and type(value) is not dict:
+            name = f"{type(value).__module__}.{type(value).__qualname__}"  # and no FQN: one warning for all parameters
+            text = f"a {name} in an optimizer's state is saved as a dict: a load puts a dict there"
+            warnings.warn(text, stacklevel=2)
+        return copied
     if type(value) not in (list, tuple):
         return value
     return type(value)(_copied(item, join_fqn(fqn, index)) for index, item in enumerate(value))
@@ -127,8 +137,8 @@ class ParamState:
         stored: StoredOptimizer,
         created: CreatedTensors,
     ) -> None:
-        self._prefix = f"{fqn}.state.{names.name}."
-        self._groups_fqn = f"{fqn}.groups.{names.name}"
+        self._prefix = join_fqn(fqn, f"state.{names.name}.")
+        self._groups_fqn = join_fqn(fqn, f"groups.{names.name}")
         self._group = group
         self._parameter = parameter
         self._names = names
@@ -284,8 +294,8 @@ def put_scalar(group: ParamGroup, parameter: torch.Tensor, key: str, value: Any)
 
 
 def _keeps_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if an optimizer keeps its scalars as tensors: torch's own, except SparseAdam and LBFGS, and classes
-    derived from them do.
+    """Returns True if an optimizer keeps its scalars as tensors: torch's own and those derived from them do, except
+    SparseAdam, LBFGS, and those derived from these two.
     """
     bases = {cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim.")}
     return bool(bases - {torch.optim.Optimizer}) and not isinstance(optimizer, _COUNT_IN_NUMBERS)

@@ -79,8 +79,10 @@ class StoredOptimizer:
         self._tensors: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
         prefix = f"{join_fqn(saved.fqn, 'state')}."
         for state_fqn, tensor in checkpoint.tensors.items():
-            if tensor.fqn.startswith(prefix):
-                name, key = split_state_path(tensor.fqn[len(prefix) :], self._groups)
+            # Of an optimizer with an empty name, earlier versions put `.state.` before the names of the state.
+            own = tensor.fqn if saved.fqn else tensor.fqn.removeprefix(".")
+            if own.startswith(prefix):
+                name, key = split_state_path(own[len(prefix) :], self._groups)
                 if name:
                     self._tensors.setdefault(name, {})[key] = (state_fqn, tensor)
         self._known_names: dict[tuple[str, ...], list[str]] = {}
@@ -127,10 +129,11 @@ class StoredOptimizer:
         """
         source, rename = self._source(name), self._checkpoint.rename
         sources = [source] if source in self._checkpoint.saved else [join_fqn(MODEL_FQN, name), name]
-        renamed = [new for new in map(rename, sources) if new.removeprefix(f"{self._fqn}.") not in sources]
+        own = f"{self._fqn}." if self._fqn else ""
+        renamed = [new for new in map(rename, sources) if new.removeprefix(own) not in sources]
         if renamed:
             return renamed
-        prefix = f"{self._fqn}.state."
+        prefix = f"{own}state."
         for key, (fqn, _) in self._tensors.get(name, {}).items():
             new = fqn[len(prefix) : -len(key) - 1]
             if fqn.startswith(prefix) and fqn.endswith(f".{key}") and new != name:

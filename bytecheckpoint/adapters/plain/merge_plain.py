@@ -4,6 +4,7 @@ meant to differ (and stored for each rank) or an error that says how to declare 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,11 +19,12 @@ _NUM_SHOWN = 10
 
 
 class _Conflict(NamedTuple):
-    """A value that two ranks (of the group) do not agree about."""
+    """A value that differs between two ranks."""
 
     fqn: str
     values: tuple[Any, Any]
     ranks: tuple[int, int]
+    """Their numbers in the `plain` of `merge_plain`."""
 
 
 def merge_plain(
@@ -81,7 +83,8 @@ def refuse_tensors(
     plain: Sequence[Mapping[str, tuple[Scope, bytes]]], writers: Mapping[str, int], global_ranks: Sequence[int]
 ) -> None:
     """Raises CheckpointMismatchError (conflict) where a rank has plain data under the FQN of another rank's tensor: a
-    load would find the tensor alone. `writers` has a rank that holds the tensor, by FQN; the others are as above.
+    load would find the tensor alone. `writers` has, by FQN, the number in `plain` of a rank that holds the tensor;
+    `plain` and `global_ranks` are as in `merge_plain`.
     """
     lines: list[str] = []
     ranks: set[int] = set()
@@ -107,18 +110,21 @@ def refuse_tensors(
 def _unite(values: Mapping[int, Any], fqn: str, conflicts: list[_Conflict], *, is_whole: bool) -> Any:
     """Returns the value of these ranks, dicts united by key (the same keys if `is_whole`). Appends to `conflicts`."""
     (first, value), *others = values.items()
-    are_dicts = all(type(of_rank) is dict for of_rank in values.values())
+    kind: Any = type(value)
+    are_dicts = kind in (dict, OrderedDict) and all(type(other) is kind for _, other in others)
     if are_dicts and not (is_whole and any(other.keys() != value.keys() for _, other in others)):
         keys = dict.fromkeys(key for of_rank in values.values() for key in of_rank)
-        return {
-            key: _unite(
-                {rank: of_rank[key] for rank, of_rank in values.items() if key in of_rank},
-                join_fqn(fqn, key),
-                conflicts,
-                is_whole=is_whole,
-            )
-            for key in keys
-        }
+        return kind(
+            {
+                key: _unite(
+                    {rank: of_rank[key] for rank, of_rank in values.items() if key in of_rank},
+                    join_fqn(fqn, key),
+                    conflicts,
+                    is_whole=is_whole,
+                )
+                for key in keys
+            }
+        )
     encoded = _encoded(value, fqn) if others else b""
     odd = next(((rank, other) for rank, other in others if _encoded(other, fqn) != encoded), None)
     if odd is not None:

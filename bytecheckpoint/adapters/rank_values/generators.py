@@ -134,8 +134,8 @@ def at(tree: Any, keys: tuple[Any, ...]) -> Any:
     `is_there` is False.
     """
     for key in keys:
-        is_there = key in tree if isinstance(tree, dict) else type(tree) in (list, tuple) and 0 <= key < len(tree)
-        if not is_there:
+        is_index = type(tree) in (list, tuple) and type(key) is int and 0 <= key < len(tree)
+        if not (key in tree if isinstance(tree, dict) else is_index):
             return _ABSENT
         tree = tree[key]
     return tree
@@ -147,9 +147,11 @@ def is_there(part: Any) -> bool:
 
 
 def put_back(tree: Any, generators: list[FoundGenerator]) -> Any:
-    """Returns the tree with generators in place of states, where it has the states. Changes its dicts and lists."""
+    """Returns the tree with generators in place of their states, also where a dict of the tree lacks the state. Changes
+    its dicts and lists.
+    """
     for keys, generator in generators:
-        if is_there(at(tree, keys)):
+        if is_there(at(tree, keys)) or (keys and isinstance(at(tree, keys[:-1]), dict)):
             tree = _replaced(tree, keys, generator)
     return tree
 
@@ -158,7 +160,7 @@ def _replaced(tree: Any, keys: tuple[Any, ...], value: Any) -> Any:
     if not keys:
         return value
     first, *rest = keys
-    item = _replaced(tree[first], tuple(rest), value)
+    item = _replaced(tree[first], tuple(rest), value) if rest else value
     if type(tree) is tuple:
         return (*tree[:first], item, *tree[first + 1 :])
     tree[first] = item

@@ -70,7 +70,7 @@ def choose_tracker(tree: dict[str, Any], saved: SavedByRank, rank: int, moment: 
     of the same number if it was there, else those on which all ranks that were there agree.
 
     Names for which there are none get a stream of their own, if there is a root, else they are left out: the tracker
-    keeps what it has.
+    keeps what it has. It keeps all that it has if no rank saved a tracker.
     """
     trees = {number: saved.tree(number).get(_KEY) for number in sorted(saved.data)} if _is_used(tree) else {}
     held = {number: tracked for number, tracked in trees.items() if tracked is not None}

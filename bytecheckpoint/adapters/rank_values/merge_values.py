@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isnan
@@ -16,13 +17,15 @@ from bytecheckpoint.adapters.plain.manifest_trees import SavedByRank
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.rank_values.generators import generators_in
-from bytecheckpoint.adapters.shards import LocalShard, LocalShards
+from bytecheckpoint.adapters.shards import LocalShard, LocalShards, dtype_name
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn, unsupported
 
 MergeRule: TypeAlias = Literal["sum", "max"]
 
 _WIDER_FLOAT = {True: torch.complex128, False: torch.float64}
+_NOT_COUNTED = re.compile(r"bits|float4|u?int[1-7]\Z")
+"""Start of the names of dtypes that torch can neither add nor compare."""
 
 
 class MergeTarget:
@@ -149,6 +152,13 @@ def _check_leaf(value: Any, fqn: str, rule: MergeRule) -> None:
     if refused in _number_kinds(value):
         has = "truth values have no sum" if refused is bool else "complex numbers have no largest"
         raise unsupported(fqn, f"in a RankLocal with merge={rule!r}, and {has}", "use numbers, or leave out merge")
+    if _is_not_counted(value):
+        what = f"a tensor of {value.dtype} in a RankLocal with merge={rule!r}, which torch cannot add or compare"
+        raise unsupported(fqn, what, "use another dtype, or leave out merge")
+
+
+def _is_not_counted(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and _NOT_COUNTED.match(dtype_name(value.dtype)) is not None
 
 
 def _number_kinds(value: Any) -> set[type]:
@@ -195,6 +205,8 @@ def _merged_leaf(values: Mapping[int, Any], fqn: str, rule: MergeRule) -> Any:
     refused = bool if rule == "sum" else complex
     if any(refused in _number_kinds(value) for value in given):
         raise _refused(fqn, values, f"{refused.__name__} values, which have no {rule}")
+    if any(map(_is_not_counted, given)):
+        raise _refused(fqn, values, "tensors of a dtype that torch cannot add or compare")
     if all(isinstance(value, torch.Tensor) for value in given):
         _refuse_unlike(values, fqn)
         return _merged_tensor(values, fqn, rule)

@@ -42,7 +42,8 @@ class RankLocal:
 
     `value` is plain data, tensors, random number generators of torch, numpy or Python (alone or in dicts, lists and
     tuples), or an object with state_dict() and load_state_dict(); every rank's is saved. `load` puts back, as `value`,
-    into its generators or through load_state_dict(), what the rank of the same number saved.
+    into its generators or through load_state_dict(), what the rank of the same number saved. Tensors come back as new
+    ones on the CPU, wherever they were.
 
     On a larger number of ranks some have no saved value: with missing="error" that is an error that says so, because a
     data loader that starts anew repeats data; with missing="keep" they keep what they have, which is right for random
@@ -86,6 +87,8 @@ class RankLocalEntry:
         """Text of the reason for which the values of all ranks have no sum, once `refuse_sum` has given it."""
         self._current: dict[str, Any] = {}
         """Leaves of the present value, which stay where the load leaves something out."""
+        self._unset: set[str] = set()
+        """FQNs of generators that a load which is not strict leaves as they are, because their states do not fit."""
         self.random_restores: list[Callable[[], None]] = []
         """Calls that each set generators to the states that `finish` has given them."""
 
@@ -143,8 +146,9 @@ class RankLocalEntry:
             self._current, self._target.own = leaves(state, self.fqn), subclasses_in(state, self.fqn)
         expectation = self._target.expect(found, {}, checkpoint)
         shards = expectation.shards if self._merged is None else self._merged.shards()
-        problems = self._problems_of_generators(found, checkpoint) + expectation.problems
-        return Expectation(shards, claims, problems, skipped=expectation.skipped)
+        of_generators = self._problems_of_generators(found, checkpoint)
+        self._unset = {problem.fqn for problem in of_generators}
+        return Expectation(shards, claims, of_generators + expectation.problems, skipped=expectation.skipped)
 
     def _chosen(self, stored: StoredTree, checkpoint: CheckpointView) -> StoredTree:
         """Returns the tree that this rank loads, which may be made of those of all ranks.
@@ -221,7 +225,8 @@ class RankLocalEntry:
             self.random_restores += [partial(value.load_state_dict, state)] if isinstance(value, RngState) else []
             return
         generators = self._generators()
-        self.random_restores += [partial(set_state, each.generator, at(state, each.keys)) for each in generators]
+        fitting = [each for each in generators if ".".join([self.fqn, *map(str, each.keys)]) not in self._unset]
+        self.random_restores += [partial(set_state, each.generator, at(state, each.keys)) for each in fitting]
         for restore in self.random_restores:
             restore()
         self._holder.value = put_back(state, generators)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -42,14 +43,14 @@ class RngState:
             in Megatron, all its ranks draw alike, and the tensor-parallel one for DTensor, whose random operations need
             the same state on all ranks of a mesh. A save and a load name the same dimensions.
 
-    Raises ValueError for another `elastic`.
+    Raises ValueError for another `elastic`, and for a number in `at` that is no integer.
     """
 
     def __init__(self, elastic: Literal["keep", "fold"] = "keep", *, at: Mapping[str, int] | None = None) -> None:
         if elastic not in {"keep", "fold"}:
             raise ValueError(f"RngState.elastic takes 'keep' or 'fold', not {elastic!r}")
         self.elastic = elastic
-        self.at = None if at is None else {str(name): int(number) for name, number in sorted(at.items())}
+        self.at = None if at is None else {str(name): _whole_number(at, name) for name in sorted(at)}
         self._root: bytes | None = None
         """Root of the checkpoint that was loaded last, which a later save passes on; None without."""
 
@@ -112,9 +113,19 @@ class RngState:
         if self.at is None:
             return rank if rank in saved.data else None
         places = {other: saved.tree(other).get("at") for other in sorted(saved.data)}
-        if not any(places.values()):  # saved without `at`: only the numbers are known
+        if all(place is None for place in places.values()):  # saved without `at`: only the numbers are known
             return rank if rank in places else None
         return rank if places.get(rank) == self.at else next((o for o, at in places.items() if at == self.at), None)
+
+
+def _whole_number(at: Mapping[str, Any], name: str) -> int:
+    """Returns the number of a dimension, which may be a text, a bool or a float without a fraction, too."""
+    given = at[name]
+    with suppress(TypeError, ValueError, OverflowError):
+        number = int(given)
+        if isinstance(given, str) or number == given:
+            return number
+    raise ValueError(f"RngState.at takes an integer for each dimension, not {at!r}")
 
 
 def _set_cuda(current: int | None, devices: list[torch.Tensor]) -> None:

@@ -169,6 +169,18 @@ def test_streams_that_were_read_restart_at_their_start(tmp_path: Path) -> None:
     assert list(streams) == ["a0", "c0", "a1", "c1", "a2", "c2"]
 
 
+def test_a_loader_that_starts_without_streams_gives_up_those_that_it_has(tmp_path: Path) -> None:
+    class Starting(InexactLoader):
+        def start_states(self) -> dict[str, Any]:
+            return {}
+
+    bcp.save(tmp_path, {"data": bcp.DataLoaderState(Starting({"a": 1}), rank=0, size=1, elastic="restart")})
+    loader = Starting({"b": 5})
+    with pytest.warns(UserWarning, match="starts anew, from its first sample"):
+        bcp.load(tmp_path, {"data": bcp.DataLoaderState(loader, rank=0, size=2, elastic="restart")})
+    assert loader.streams == {}
+
+
 def test_a_loader_that_was_saved_and_cannot_go_back_is_not_restarted(tmp_path: Path) -> None:
     class Opaque:
         def state_dict(self) -> dict[str, Any]:

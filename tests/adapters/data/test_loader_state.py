@@ -42,6 +42,14 @@ def test_streams_come_back(tmp_path: Path, streams: dict[str, Any], shared: Any)
     assert loader.num_loads == 1
 
 
+def test_a_loader_may_have_an_empty_name(tmp_path: Path) -> None:
+    streams, shared = {"a": state_of("a", with_buffer=True)}, torch.arange(BUFFER_LENGTH)
+    bcp.save(tmp_path, {"": data_state(StreamLoader(streams, shared))})
+    loader = StreamLoader()
+    bcp.load(tmp_path, {"": data_state(loader)})
+    assert same_value((loader.streams, loader.shared), (streams, shared))
+
+
 def test_each_rank_gets_its_streams_and_all_are_dealt_out(tmp_path: Path) -> None:
     streams = {name: state_of(name, with_buffer=number % 2 == 0) for number, name in enumerate(stream_names(7))}
     bcp.save(tmp_path, {"data": data_state(BlockLoader(streams))})
@@ -208,13 +216,33 @@ def test_what_cannot_be_exact_is_refused_with_the_reason(tmp_path: Path, loader:
 
 def test_arguments_that_make_no_sense_are_refused() -> None:
     loader = StreamLoader()
-    for rank, size in [(-1, 2), (2, 2), (0, 0)]:
+    odd: list[tuple[Any, Any]] = [(-1, 2), (2, 2), (0, 0), (0.5, 1), (0, 1.0), ("0", 1), (False, 1)]
+    for rank, size in odd:
         with pytest.raises(ValueError, match="a data-parallel rank from 0 to size - 1"):
             bcp.DataLoaderState(loader, rank=rank, size=size)
     with pytest.raises(ValueError, match="takes one of exact, same, at_least_once, restart, not 'never'"):
         bcp.DataLoaderState(loader, rank=0, size=1, elastic="never")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"a list has no state to save.*bytecheckpoint\.data\.Streams"):
         bcp.DataLoaderState([1, 2], rank=0, size=1)
+
+
+def test_the_rank_may_be_an_integer_of_numpy(tmp_path: Path) -> None:
+    rank, size = np.array([0, 1])
+    bcp.save(tmp_path, {"data": bcp.DataLoaderState(StreamLoader({"a": 1}), rank=rank, size=size)})
+    other = StreamLoader()
+    bcp.load(tmp_path, {"data": bcp.DataLoaderState(other, rank=rank, size=size)})
+    assert other.streams == {"a": 1}
+
+
+def test_a_loader_of_no_batches_is_read_by_its_streams(tmp_path: Path) -> None:
+    class Empty(StreamLoader):
+        def __len__(self) -> int:
+            return 0
+
+    bcp.save(tmp_path, {"data": bcp.DataLoaderState(Empty({"a": 1}), rank=0, size=1)})
+    other = Empty()
+    bcp.load(tmp_path, {"data": bcp.DataLoaderState(other, rank=0, size=1)})
+    assert other.streams == {"a": 1}
 
 
 @pytest.mark.parametrize("snapshot", ["copy", "lazy"])

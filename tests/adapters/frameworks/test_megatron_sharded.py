@@ -316,6 +316,20 @@ def test_an_object_may_be_a_file_in_memory(tmp_path: Path) -> None:
     assert model.child.extra.getvalue() == b"scales"
 
 
+def test_a_tensor_and_its_transposed_view_are_two(tmp_path: Path) -> None:
+    square = numbers(3, 3)
+    bcp.save(tmp_path, {"model": [sharded("a", square), sharded("b", square.t())]})
+    assert torch.equal(bcp.open(tmp_path)["model.b"][...], square.t())
+
+
+def test_what_is_excluded_of_an_object_stays(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": ShardedObject("extra", {"a": 1, "b": 2, "c": 3}, (1,), (0,))})
+    target = ShardedObject("extra", {"a": 0, "b": 0}, (1,), (0,))
+    report = bcp.load(tmp_path, {"model": target}, exclude=["*.b", "*.c"])
+    assert target.data == {"a": 1, "b": 0}
+    assert report.skipped == ["model.extra/shard_0_1.b", "model.extra/shard_0_1.c"]
+
+
 def test_only_the_main_replica_of_an_object_is_saved(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"model": Holder(5, replica_id=(0, 0, 1))})
     assert list(bcp.open(tmp_path)) == ["model.weight"]

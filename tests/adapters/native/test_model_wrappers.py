@@ -54,6 +54,27 @@ def test_a_wrapper_is_given_the_state_that_its_modules_have_got(tmp_path: Path) 
     assert same_value(dict(model.state_dict()), wrapper.state_dict())
 
 
+class Transposed:
+    """A wrapper whose state has the weights of its module in another order."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: tensor.t() for name, tensor in self.module.state_dict().items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.module.load_state_dict({name: tensor.t() for name, tensor in state_dict.items()})
+
+
+def test_a_wrapper_that_shows_another_view_of_the_weights_is_an_object(tmp_path: Path) -> None:
+    model, other = (nn.Linear(3, 3, bias=False) for _ in range(2))
+    bcp.save(tmp_path, {"model": Transposed(model)})
+    bcp.load(tmp_path, {"model": Transposed(other)})
+    assert same_module(model, other)
+    assert torch.equal(bcp.open(tmp_path)["model.weight"][...], model.weight.t())
+
+
 def test_ties_inside_a_wrapper_are_stored_once(tmp_path: Path) -> None:
     model, other = Tied(), Tied()
     bcp.save(tmp_path, {"model": Wrapped(model), "optimizer": torch.optim.Adam(model.parameters())})

@@ -215,10 +215,11 @@ def test_a_renamed_object_is_given_its_own_tensor_back(tmp_path: Path) -> None:
     assert same(holder.tensor, int8(1, cls=unfindable))
 
 
-def test_an_object_is_given_its_own_tensor_back(tmp_path: Path) -> None:
-    bcp.save(tmp_path, {"it": Holder(int8(1))})
+@pytest.mark.parametrize("name", ["it", ""])
+def test_an_object_is_given_its_own_tensor_back(tmp_path: Path, name: str) -> None:
+    bcp.save(tmp_path, {name: Holder(int8(1))})
     holder = Holder(int8(2))
-    bcp.load(tmp_path, {"it": holder})
+    bcp.load(tmp_path, {name: holder})
     assert holder.given is holder.tensor
     assert same(holder.tensor, int8(1))
 

@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 from training import Tied, mlp, same_module, same_optimizer, same_value, train
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.optimizers import optimizer as optimizer_entry
 
 # Schedulers warn where they are stepped in another order than torch's tutorial has.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of", "ignore:The epoch parameter")
@@ -215,6 +216,47 @@ def test_a_learning_rate_that_is_learned_is_filled_in_place(tmp_path: Path, rate
     assert learned.item() == 0.5
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize("betas", [(0.5, 0.75), (torch.tensor(0.5), torch.tensor([0.75]))], ids=["numbers", "tensors"])
+def test_tensors_in_a_tuple_are_filled_in_place(tmp_path: Path, betas: Any, kind: Any) -> None:
+    model = nn.Linear(2, 2)
+    saved = torch.optim.Adam(model.parameters(), betas=betas, foreach=False)
+    saved.param_groups[0]["betas"] = kind(betas)
+    bcp.save(tmp_path, {"model": model, "optimizer": saved})
+    own = torch.tensor(0.1), torch.tensor(0.2)
+    optimizer = torch.optim.Adam(model.parameters(), betas=own, foreach=False)
+    numbers = torch.optim.Adam(model.parameters())
+    bcp.load(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": model, "optimizer": numbers})
+    assert all(after is before for after, before in zip(optimizer.param_groups[0]["betas"], own, strict=True))
+    assert own == (0.5, 0.75)
+    assert numbers.param_groups[0]["betas"] == kind([0.5, 0.75])
+    assert {type(beta) for beta in numbers.param_groups[0]["betas"]} == {float}
+
+
+@pytest.mark.parametrize("saved", [7.0, [7.0], torch.full((3,), 7.0), torch.full((2, 1), 7.0)], ids=repr)
+def test_a_tensor_over_which_a_hyperparameter_spreads_is_filled_in_place(tmp_path: Path, saved: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["own"] = saved
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    optimizer.param_groups[0]["own"] = own = torch.zeros(2, 3)
+    bcp.load(tmp_path, {"model": model, "optimizer": optimizer})
+    assert optimizer.param_groups[0]["own"] is own
+    assert torch.equal(own, torch.full((2, 3), 7.0))
+
+
+@pytest.mark.parametrize("saved", [None, "text", [1.0, 2.0], torch.ones(2), torch.ones(1, 3), {"a": 1}], ids=repr)
+def test_a_tensor_that_cannot_hold_a_hyperparameter_is_replaced(tmp_path: Path, saved: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["own"] = saved
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    optimizer.param_groups[0]["own"] = torch.zeros(3)
+    bcp.load(tmp_path, {"model": model, "optimizer": optimizer})
+    assert repr(optimizer.param_groups[0]["own"]) == repr(saved)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_number_becomes_a_tensor_of_the_dtype_that_the_group_has(tmp_path: Path, dtype: torch.dtype) -> None:
     """Neither of the default dtype, which would round it, nor on the default device, which may have no memory."""
@@ -248,6 +290,34 @@ def test_tied_weights_have_one_state(tmp_path: Path) -> None:
     step(model, optimizer)
     step(other, restored)
     assert same_module(model, other)
+
+
+@pytest.mark.parametrize("is_earlier", [False, True])
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_an_optimizer_may_have_an_empty_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_earlier: bool, num_steps: int
+) -> None:
+    model, other = mlp(0), mlp(1)
+    optimizer, restored = torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters())
+    train(model, [optimizer], 2)
+    train(other, [restored], num_steps)
+    with monkeypatch.context() as of_earlier_version:
+        if is_earlier:
+            of_earlier_version.setattr(optimizer_entry, "join_fqn", lambda fqn, key: f"{fqn}.{key}")
+        bcp.save(tmp_path, {"model": model, "": optimizer})
+    assert any(name.startswith(".state." if is_earlier else "state.") for name in bcp.open(tmp_path))
+    bcp.load(tmp_path, {"model": other, "": restored})
+    assert same_optimizer(optimizer, restored)
+
+
+def test_tied_names_of_a_module_with_an_empty_name(tmp_path: Path) -> None:
+    head, tied = nn.ModuleDict({"head": nn.Linear(4, 6, bias=False)}), Tied()
+    optimizer, restored = torch.optim.Adam(head.parameters()), torch.optim.Adam(tied.parameters())
+    head["head"](torch.ones(4)).sum().backward()
+    optimizer.step()
+    bcp.save(tmp_path, {"": head, "optimizer": optimizer})
+    bcp.load(tmp_path, {"": tied, "optimizer": restored}, strict=False)
+    assert same_value(dict(optimizer.state[head["head"].weight]), dict(restored.state[tied.embedding.weight]))
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied to untied", "untied to tied"])

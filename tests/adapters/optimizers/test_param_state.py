@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from megatron_like import ShardedTensor, sharded
 from torch import Tensor, nn
+from training import same_value
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.frameworks import flat_optimizer_state
@@ -269,3 +271,33 @@ def test_parts_of_a_parameter_have_one_count_of_steps_also_as_a_number(tmp_path:
     optimizer.state[model.weights[1]]["step"] = 6
     with pytest.raises(bcp.CheckpointSaveError, match="6 for one part of a parameter and 1 for another"):
         bcp.save(tmp_path / "other", {"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize("value", [OrderedDict(b=1, a=2), [Counter("aab")], {"o": OrderedDict(t=torch.ones(2))}])
+def test_a_dict_of_another_type_stays_one(tmp_path: Path, value: Any) -> None:
+    saved, loaded = training(1), training(0)
+    saved["optimizer"].state[saved["model"].weight]["own"] = value
+    bcp.save(tmp_path, saved)
+    bcp.load(tmp_path, loaded)
+    assert repr(loaded["optimizer"].state[loaded["model"].weight]["own"]) == repr(value)
+
+
+class Named(dict[str, Any]):
+    def __init__(self, name: str, **items: Any) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+@pytest.mark.parametrize("value", [defaultdict(list, a=[1], t=torch.ones(2)), Named("n", a=[1], t=torch.ones(2))])
+def test_a_dict_of_a_type_that_a_checkpoint_does_not_have_comes_back_as_a_dict(tmp_path: Path, value: Any) -> None:
+    saved, loaded = training(1), training(0)
+    for parameter in saved["model"].parameters():
+        saved["optimizer"].state[parameter]["own"] = value
+    with pytest.warns(UserWarning, match="in an optimizer's state is saved as a dict") as warned:
+        bcp.save(tmp_path, saved)
+    assert len({str(each.message) for each in warned}) == 1
+    bcp.load(tmp_path, loaded)
+    own = loaded["optimizer"].state[loaded["model"].weight]["own"]
+    assert type(own) is dict
+    assert same_value(own, {"a": [1], "t": torch.ones(2)})
+    assert type(saved["optimizer"].state[saved["model"].weight]["own"]) is type(value)
