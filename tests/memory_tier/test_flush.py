@@ -17,7 +17,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.memory_tier import flush
 from bytecheckpoint.memory_tier.flush import jobs_in_memory
 from bytecheckpoint.storage.memory_root import slot_file
-from bytecheckpoint.storage.memory_root.job_folder import JobFolder, find_jobs
+from bytecheckpoint.storage.memory_root.job_folder import JobFolder, find_jobs, open_job
 from bytecheckpoint.storage.memory_root.version_files import read_versions
 from bytecheckpoint.tools import gc_command
 from bytecheckpoint.tools.main import cli
@@ -245,6 +245,32 @@ def test_memory_that_vanishes_while_it_is_removed_is_gone(
     shutil.rmtree(job.path)
     monkeypatch.setattr(flush, "find_jobs", lambda _: [(job, description)])
     assert flush.remove_job(killed[1], job.path) == "gone"
+
+
+@pytest.mark.parametrize("removed", ["versions", "slots", "alive", "job"])
+def test_gc_frees_what_a_killed_gc_has_left_and_lists_other_jobs(
+    killed: tuple[str, str], tmp_path: Path, removed: str
+) -> None:
+    root, memory = killed
+    left = Path(open_job(memory, str(tmp_path / "other")).path) / removed
+    shutil.rmtree(left) if left.is_dir() else left.unlink()
+    listed = bcp_("memory", "ls", "--memory-root", memory, "--json")
+    assert listed.exit_code == 0
+    assert {each["location"] for each in json.loads(listed.output)["checkpoints"]} == {root}
+    gone = bcp_("gc", "--memory", "--memory-root", memory, "--older-than", "0h", "--delete")
+    assert gone.exit_code == 0, gone.output
+    assert "2 ended jobs" in gone.output
+    assert find_jobs(memory) == []
+
+
+def test_a_flush_that_fails_before_it_begins_keeps_no_job(killed: tuple[str, str], tmp_path: Path) -> None:
+    root, memory = killed
+    ((job, _),) = find_jobs(memory)
+    other = open_job(str(tmp_path / "other"), root)
+    shutil.rmtree(Path(other.path) / "alive")
+    with pytest.raises(FileNotFoundError):
+        flush.flush(root, [memory, str(tmp_path / "other")])
+    assert job.living() == []
 
 
 def test_gc_without_a_root_needs_memory() -> None:
