@@ -176,7 +176,7 @@ class _Copying:
         fetches = [self._fetching(order) for order in orders.orders]
         if orders.parity is not None:
             self._parity = self._parity or ParityBlock(self._slots, self._record, orders.parity, self._memory)
-            fetches += self._parity.fetches(orders.parity, self._files_of_save())
+            fetches += self._parity.fetches(orders.parity, self._files_of_save(), self._ranks.global_ranks)
         return fetches
 
     def settle(self, own: _CopyOutcome) -> _CopyOutcome:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
+from bytecheckpoint.memory_tier import rebuild
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.staging.copy_slots import scan_copies
 from bytecheckpoint.storage.memory_root import slot_file
@@ -151,6 +154,37 @@ def test_a_file_that_proves_damaged_is_rebuilt_from_parity(workers: WorkerPool, 
                 file.write(b"?")
     for step, odd, sources in workers.run(resume, tmp_path, hosts, PARITY, world_size=3):
         assert (step, odd, sources["parity"]) == (3, [], 1)
+    workers.run(end_processes, world_size=3)
+
+
+def resume_without_memory(
+    rank: int, world_size: int, folder: Path, hosts: list[int]
+) -> tuple[tuple[int, list[str], dict[str, int]], float]:
+    """No rank has the memory to rebuild what a host had."""
+
+    def no_memory(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    started = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rebuild, "map_memory", no_memory)
+        return resume(rank, world_size, folder, hosts, PARITY), time.monotonic() - started
+
+
+def save_to_storage(rank: int, world_size: int, folder: Path) -> None:
+    bcp.save(folder / "ckpt", state_of(0), step=0)
+
+
+def test_a_host_that_no_rank_has_the_memory_to_rebuild_gives_way_to_an_older_version(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    workers.run(save_to_storage, tmp_path, world_size=3)
+    workers.run(save, tmp_path, [0, 1, 2], range(1, 4), PARITY, world_size=3)
+    workers.run(end_processes, world_size=3)
+    shutil.rmtree(tmp_path / "host2")
+    for (step, odd, sources), seconds in workers.run(resume_without_memory, tmp_path, [0, 1, 9], world_size=3):
+        assert (step, odd, sources["parity"]) == (0, [], 0)
+        assert seconds < 15  # a rank that waited for another would wait for 20
     workers.run(end_processes, world_size=3)
 
 
