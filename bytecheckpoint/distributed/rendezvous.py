@@ -155,7 +155,11 @@ def connect(
     hello = _HELLO.pack(address.token[:16], own_rank, len(request))
     reasons: list[str] = []
     for host, family, socket_address in _resolved(address, reasons):
-        opened = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            opened = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:  # of IPv6, where this host has none
+            reasons.append(f"{host}: {error}")
+            continue
         connection = Connection(opened, reader, timeout_s)
         on_open(connection)
         if is_over.is_set():
