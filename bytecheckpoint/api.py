@@ -113,8 +113,9 @@ def warm_up(
     `staging_bytes` of the options; with `options.memory`, both slots of the job that saves to `path`. Writes nothing
     to `path`, and keeps no reference to a tensor.
 
-    `path` is needed for `options.memory` only; the other arguments are as for `save`. Raises CheckpointMismatchError
-    and CheckpointSaveError like `save`, and the error of an earlier asynchronous save that the caller has not seen.
+    `path` is needed for `options.memory` only; the other arguments are as for `save`. Raises CheckpointMismatchError,
+    CheckpointSaveError and StorageError like `save`, and the error of an earlier asynchronous save that the caller has
+    not seen.
     """
     options, process = options or SaveOptions(), process_state()
     wait_until_numbered()

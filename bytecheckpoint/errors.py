@@ -81,7 +81,7 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 class CheckpointCorruptError(CheckpointError, ValueError):
     """Bytes differ from those that were written, or cannot be understood. Only `bcp.resume` raises it with the kind
-    `missing_file`: memory and storage hold saves, and all files of none of them.
+    `missing_file`: memory and storage hold parts of saves, and no save is whole.
     """
 
 

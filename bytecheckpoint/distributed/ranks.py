@@ -322,7 +322,9 @@ def _sentences(message: str, about: Subject) -> str:
 
 
 def check_same(doing: str, targets: Sequence[str], global_ranks: Sequence[int]) -> None:
-    """Raises CheckpointMismatchError (conflict) if the ranks do not all have the same target."""
+    """Raises CheckpointMismatchError (conflict) if the ranks do not all have the same target. `doing` is the verb for
+    the error, such as `load from`.
+    """
     differing = [rank for rank, target in enumerate(targets) if target != targets[COORDINATOR]]
     if differing:
         raise CheckpointMismatchError(
