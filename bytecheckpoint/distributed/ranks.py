@@ -86,9 +86,11 @@ class SoleRank:
     """A process on its own."""
 
     rank = COORDINATOR
-    global_ranks: Sequence[int] = (0,)
     num_ranks = 1
     rendezvous_host = None
+
+    def __init__(self, global_rank: int = 0) -> None:
+        self.global_ranks: Sequence[int] = (global_rank,)
 
     def enter(self) -> None:
         """Does nothing."""
@@ -141,7 +143,7 @@ def join_ranks(
         )
     rank, global_ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     if len(global_ranks) == 1:
-        return SoleRank()
+        return SoleRank(global_ranks[0])
     clients, watch = group_peers()(group)
     ask = partial(run_on_thread, lambda: _next_call(clients, rank, len(global_ranks)))
     # Now, and not with the first message: a rank that is late for that one has not missed the call.
