@@ -281,6 +281,33 @@ def test_a_host_without_room_for_copies_costs_no_checkpoint(workers: WorkerPool,
     assert (len(of_coordinator), of_other) == (2, [])
 
 
+def save_without_threads(rank: int, world_size: int, folder: Path) -> tuple[str, tuple[int, ...], str, str]:
+    """Rank 1 can have no threads for copies."""
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if rank == 1 and thread.name.startswith("bcp-copies"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(threading.Thread, "start", start_others)
+        memory = bcp.Memory(root=folder / f"host{rank}")
+        given = bcp.SaveOptions(memory=memory, timeout_s=3)
+        handle = bcp.save(folder / "ckpt", state_of(rank, 0), step=0, async_save=True, options=given)
+        with pytest.raises(bcp.CheckpointSaveError) as raised:
+            handle.held("host")
+        return raised.value.message, raised.value.ranks, handle.held("process").tier, handle.result().tier
+
+
+def test_a_rank_that_can_have_no_threads_for_copies_costs_no_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
+    for message, *tiers in workers.run(save_without_threads, tmp_path, world_size=2):
+        assert "rank 1 on " in message
+        assert "the process can have no more threads" in message
+        assert tiers == [(), "memory", "storage"]
+
+
 def save_without_room_or_disk(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
     """The copies of a save fail, and so does its commit, later. Returns what `held` and the next save raise."""
     with warnings.catch_warnings():
