@@ -35,6 +35,7 @@ class ParitySource(msgspec.Struct, frozen=True, array_like=True):
     """A rank whose files go into parity."""
 
     rank: int
+    """Within the group."""
     address: Address
     lengths: dict[int, int]
     """Length of each file in bytes, by the number in its name."""

@@ -50,6 +50,7 @@ class _CopyOrder(msgspec.Struct, frozen=True, array_like=True):
     """Files of the rank `owner`, by number and length in bytes, that another rank holds for it."""
 
     owner: int
+    """Rank within the group."""
     address: Address
     numbers: list[int]
     lengths: list[int]

@@ -59,7 +59,7 @@ class _RebuildOrder(msgspec.Struct, frozen=True, array_like=True):
     lost: int
     """Position of the lost member."""
     servers: list[tuple[int, Address]]
-    """Rank and address that read for each member; the entry of the lost member is not used."""
+    """Rank (within the group) and address that read for each member; the entry of the lost member is not used."""
 
     def sources(self) -> list[tuple[int, Address]]:
         """Returns rank and address of each rank that the rebuilder fetches from. Each of them waits for it."""
