@@ -168,8 +168,8 @@ def load(
             order, or a function. Optimizer state follows the parameters of its modules.
         include: Only checkpoint FQNs that match one of these globs.
         exclude: No checkpoint FQNs that match one of these globs. The optimizer state of a parameter goes with it.
-        cast: Convert dtypes that differ. Floating-point dtypes round; a value out of range of an integer dtype is an
-            error.
+        cast: Convert dtypes that differ. Floating-point dtypes round; a value out of range of an integer dtype, or that
+            a float8 dtype turns into NaN or another sign, is an error.
         process_group: As for `save`.
         role: As for `save`.
         storage_options: As for `save`.

@@ -83,7 +83,7 @@ class Ranks(Protocol):
 
 
 class SoleRank:
-    """A process on its own."""
+    """A process on its own, or in a group of its own."""
 
     rank = COORDINATOR
     num_ranks = 1

@@ -200,12 +200,18 @@ def _place_box(part: BoxPart, content: memoryview, targets: Targets) -> None:
 
 def _check_values_fit(shard: LocalShard, stored: torch.Tensor) -> None:
     """Raises CheckpointMismatchError (dtype) if a stored value would change in the shard's dtype, other than by the
-    rounding of a floating-point or complex dtype: an integer out of range, a fraction, an imaginary part.
+    rounding of a floating-point or complex dtype: an integer out of range, a fraction, an imaginary part; a number that
+    a float8 dtype turns into NaN, or without its sign.
     """
     dtype = torch_dtype(shard.dtype)
-    if dtype.is_complex or (dtype.is_floating_point and not stored.is_complex()):
+    is_rounded = dtype.is_complex or (dtype.is_floating_point and not stored.is_complex())
+    if is_rounded and not shard.dtype.startswith("float8"):
         return
-    if dtype.is_floating_point:
+    if is_rounded:
+        differs = _are_nan(stored.to(dtype)) & ~_are_nan(stored)
+        if shard.dtype == "float8_e8m0fnu":  # which has no negative numbers
+            differs |= _are_negative(stored)
+    elif dtype.is_floating_point:
         differs = torch.view_as_real(stored)[..., 1] != 0
     else:
         converted = stored.to(dtype)
@@ -224,6 +230,12 @@ def _check_values_fit(shard: LocalShard, stored: torch.Tensor) -> None:
 
 def _are_finite(values: torch.Tensor) -> torch.Tensor:
     return torch.isfinite(values.float() if values.is_floating_point() else values)
+
+
+def _are_nan(values: torch.Tensor) -> torch.Tensor:
+    if not values.is_floating_point():
+        return torch.zeros(values.shape, dtype=torch.bool, device=values.device)
+    return torch.isnan(values.float())
 
 
 def _are_negative(values: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,11 @@ UNFIT = [
     (torch.complex64, [1 + 2j], torch.float32),
     (torch.complex64, [1, complex(0, float("nan"))], torch.bfloat16),
     (torch.complex64, [1 + 2j], torch.int64),
+    (torch.float32, [1.0, -2.0], torch.float8_e8m0fnu),
+    (torch.int64, [-3], torch.float8_e8m0fnu),
+    (torch.float64, [1e300], torch.float8_e8m0fnu),
+    (torch.float32, [1.0, 1e6], torch.float8_e4m3fnuz),
+    (torch.uint64, [2**63], torch.float8_e4m3fnuz),
 ]
 
 
@@ -57,6 +62,10 @@ def test_a_value_that_does_not_fit_is_an_error(
         (torch.float32, [-3.0, 5.0], torch.int8),
         (torch.complex64, [1.5, -2], torch.float32),
         (torch.complex64, [-2], torch.int16),
+        (torch.float32, [1.0, 0.5], torch.float8_e8m0fnu),
+        (torch.float32, [-2.0, float("inf")], torch.float8_e5m2),
+        (torch.float16, [-448.0, 0.0], torch.float8_e4m3fn),
+        (torch.int32, [-8, 240], torch.float8_e4m3fnuz),
         (torch.bool, [True, False], torch.uint32),
     ],
     ids=str,
@@ -65,6 +74,11 @@ def test_values_that_fit_are_the_same(
     tmp_path: Path, stored: torch.dtype, values: list[Any], wanted: torch.dtype
 ) -> None:
     assert loaded(tmp_path, stored, values, wanted).tolist() == values
+
+
+@pytest.mark.parametrize("wanted", [torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.float16], ids=str)
+def test_nan_stays_nan(tmp_path: Path, wanted: torch.dtype) -> None:
+    assert loaded(tmp_path, torch.float32, [float("nan")], wanted).float().isnan().all()
 
 
 @pytest.mark.parametrize(("stored", "wanted"), [(torch.uint8, torch.int8), (torch.bool, torch.int64)], ids=str)
