@@ -118,9 +118,7 @@ class ParityBlock:
         for placed in pieces_at(self._position, order.held.members):
             self._missing_pieces.setdefault(placed.piece.file, []).extend(_cut(placed))
 
-    def fetches(
-        self, order: ParityOrder, files: Mapping[str, DataFile], global_ranks: Sequence[int]
-    ) -> list[Fetching]:
+    def fetches(self, order: ParityOrder, files: Mapping[str, DataFile], global_ranks: Sequence[int]) -> list[Fetching]:
         """Returns one fetch from each source of the order that this rank was given, of the pieces that have not arrived
         yet; from a source that has sent all, a fetch of no pieces, because that rank waits for this one. `files` are
         those of the save, by name.
