@@ -4,6 +4,7 @@ that it has, and the host that finds all of them at the path commits the checkpo
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -325,14 +326,18 @@ def remove_job(root: str, path: str) -> Literal["removed", "gone", "lives"]:
         return "gone"
     job, description = found
     try:
+        # What a removal that was killed has left is not taken unregistered either: a process may begin to use it.
+        job.make_joinable()
         with _locked([job], description.location):
             _remove(Path(job.path))
     except CheckpointSaveError:
         return "lives"
-    except FileNotFoundError:  # nothing to join, so no process has
-        if not Path(job.path).exists():
-            return "gone"
-        _remove(Path(job.path))
+    except FileNotFoundError:
+        return "lives" if Path(job.path).exists() else "gone"
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        return "lives"
     return "removed"
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -261,6 +262,33 @@ def test_gc_frees_what_a_killed_gc_has_left_and_lists_other_jobs(
     assert gone.exit_code == 0, gone.output
     assert "2 ended jobs" in gone.output
     assert find_jobs(memory) == []
+
+
+@pytest.mark.parametrize("is_left_over", [False, True])
+def test_a_process_that_begins_while_gc_looks_at_its_job_keeps_its_memory(
+    killed: tuple[str, str], monkeypatch: pytest.MonkeyPatch, is_left_over: bool
+) -> None:
+    _, memory = killed
+    ((job, description),) = find_jobs(memory)
+    join = JobFolder.join
+    begun: list[Any] = []
+
+    def begin_after(joined: JobFolder) -> Any:
+        try:
+            return join(joined)
+        finally:
+            if not begun:
+                begun.append(join(open_job(memory, description.location)))
+
+    if is_left_over:
+        shutil.rmtree(Path(job.path) / "alive")
+    monkeypatch.setattr(JobFolder, "join", begin_after)
+    assert flush.remove_job(memory, job.path) == "lives"
+    ((lock, process),) = begun
+    assert [each.name for each in job.living()] == [process.name]
+    assert read_versions(job)
+    lock.release()
+    assert flush.remove_job(memory, job.path) == "removed"
 
 
 def test_a_flush_that_fails_before_it_begins_keeps_no_job(killed: tuple[str, str], tmp_path: Path) -> None:
