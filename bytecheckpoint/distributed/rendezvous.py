@@ -4,6 +4,7 @@ unauthenticated connections that send nothing delay no other, and all waits end 
 
 from __future__ import annotations
 
+import errno
 import hmac
 import math
 import secrets
@@ -157,7 +158,9 @@ def connect(
     for host, family, socket_address in _resolved(address, reasons):
         try:
             opened = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:  # of IPv6, where this host has none
+        except OSError as error:
+            if error.errno != errno.EAFNOSUPPORT:  # of IPv6, where this host has none; else this rank is at fault
+                raise
             reasons.append(f"{host}: {error}")
             continue
         connection = Connection(opened, reader, timeout_s)

@@ -4,6 +4,7 @@ first failure ends what a rank has under way. It does not know what the bytes ar
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -98,11 +99,15 @@ class _Transfer:
                     del unstarted[0]
                 if peers:
                     listener.accept(peers, self._admit, self._start, timeout_s=self._timeout_s, is_over=self._is_over)
+                else:  # a rank that was to be a taker waits for no answer
+                    listener.close()
                 wait(self._futures, return_when=FIRST_EXCEPTION)
         finally:
+            if unstarted:  # before it accepts: ranks that leave too, and tell this one so, wait for no answer of it
+                listener.close()
             for fetch in unstarted:  # whose rank waits for this one: it sees that this one leaves
-                with suppress(PeerLeftError, CheckpointError):
-                    self._fetch(fetch)
+                with suppress(PeerLeftError, CheckpointError, OSError):
+                    self._fetch(fetch, limit_s=_TELL_S)
             try:
                 self._end()
             finally:
@@ -135,14 +140,14 @@ class _Transfer:
             connection.send(content)
         connection.check_peer(self._timeout_s)  # until it has them all
 
-    def _fetch(self, fetch: Fetching) -> None:
+    def _fetch(self, fetch: Fetching, limit_s: float = math.inf) -> None:
         reader = self._ranks.global_ranks[fetch.rank]
         connection = connect(
             reader,
             fetch.address,
             self._ranks.rank,
             _encode(fetch.pieces),
-            timeout_s=self._timeout_s,
+            timeout_s=min(self._timeout_s, limit_s),
             on_open=self._inbound.append,
             is_over=self._is_interrupted,
         )

@@ -108,22 +108,26 @@ def rebuild(
         reply = msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(offer), reduce), type=_RebuildReply)
         memory.copies.begin_save()
         try:
-            offered = list(_offered(inputs, host))
+            offered, takers = list[memoryview](), list[int]()
             try:
+                offered = list(_offered(inputs, host))
+                takers = reply.takers
                 works = [_Rebuild(order, inputs, ranks.global_ranks) for order in reply.orders]
                 fetches = [fetch for work in works for fetch in work.fetches()]
             except OSError:  # no memory
                 # Else the ranks that wait for this one would wait in vain.
                 fetches = [nothing_from(*source) for order in reply.orders for source in order.sources()]
-                transfer(ranks, listener, offered, takers=reply.takers, fetches=fetches, timeout_s=timeout_s)
+                transfer(ranks, listener, offered, takers=takers, fetches=fetches, timeout_s=timeout_s)
                 raise
-            transfer(ranks, listener, offered, takers=reply.takers, fetches=fetches, timeout_s=timeout_s)
+            transfer(ranks, listener, offered, takers=takers, fetches=fetches, timeout_s=timeout_s)
             for work in works:
                 work.keep(memory, max_bytes=max_bytes)
             memory.copies.doubt(save_id)
         except (CheckpointError, OSError) as error:
             for order in reply.orders:
                 logger.error("host %s is not rebuilt: %s", order.members[order.lost].host, error)
+            if not reply.orders:
+                logger.error("nothing is rebuilt from host %s: %s", host, error)
             damaged += [
                 DamagedHolding(save_id, name, FileHolder("parity", ""))
                 for order in reply.orders

@@ -256,6 +256,19 @@ def test_an_address_of_a_family_that_this_host_lacks_is_passed_over(
             monkeypatch.undo()
 
 
+def test_a_lack_of_descriptors_here_is_not_blamed_on_the_reader(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_descriptors(*_: Any, **__: Any) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(rendezvous_module.socket, "socket", without_descriptors)
+    with pytest.raises(OSError, match="Too many open files") as raised:
+        connect_to(listener.address)
+    monkeypatch.undo()
+    assert not isinstance(raised.value, CheckpointError)
+
+
 def test_somebody_else_at_the_address_is_not_taken_for_the_reader(listener: Listener) -> None:
     elsewhere = Address(listener.address.hosts, listener.address.port, b"x" * 32)
     with ThreadPoolExecutor(1) as pool:
