@@ -114,8 +114,9 @@ def warm_up(
     `staging_bytes` of the options; with `options.memory`, both slots of the job that saves to `path`. Writes nothing
     to `path`, and keeps no reference to a tensor.
 
-    `path` is needed for `options.memory` only; the other arguments are as for `save`. Raises CheckpointMismatchError
-    and CheckpointSaveError like `save`, and the error of an earlier asynchronous save that the caller has not seen.
+    `path` is needed for `options.memory` only; the other arguments are as for `save`. Raises CheckpointMismatchError,
+    CheckpointSaveError and StorageError like `save`, and the error of an earlier asynchronous save that the caller has
+    not seen.
     """
     options, process = given_or_default(options, SaveOptions), process_state()
     wait_until_numbered()
@@ -168,8 +169,8 @@ def load(
             order, or a function. Optimizer state follows the parameters of its modules.
         include: Only checkpoint FQNs that match one of these globs.
         exclude: No checkpoint FQNs that match one of these globs. The optimizer state of a parameter goes with it.
-        cast: Convert dtypes that differ. Floating-point dtypes round; a value out of range of an integer dtype is an
-            error.
+        cast: Convert dtypes that differ. Floating-point dtypes round; a value out of range of an integer dtype, or that
+            a float8 dtype turns into NaN or another sign, is an error.
         process_group: As for `save`.
         role: As for `save`.
         storage_options: As for `save`.

@@ -181,8 +181,8 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         return no_tensor if any(name.startswith(f"{tree}.") for tree in self.manifest.objects) else ""
 
     def _is_plain(self, name: str) -> bool:
-        """Returns True if this is the name of a value of single ranks, or of what may be in it; or if the tree of plain
-        data in which this name would be has a value of this name, above it or below it.
+        """Returns True if this is the name of a value of single ranks or of something in it, of a value of plain data,
+        of something in that value, or of a container of such values.
         """
         if any(name == fqn or name.startswith(f"{fqn}.") for fqn in self.manifest.rank_objects):
             return True
@@ -336,10 +336,10 @@ def _covering_region(shape: tuple[int, ...], index: Any) -> tuple[Region, tuple[
     slice whose step is below 1.
     """
     items = list(index) if isinstance(index, tuple) else [index]
-    if items.count(Ellipsis) > 1:
+    ellipses = [position for position, item in enumerate(items) if item is Ellipsis]  # arrays compare each element
+    if len(ellipses) > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")
-    if Ellipsis in items:
-        position = items.index(Ellipsis)
+    for position in ellipses:
         items[position : position + 1] = [slice(None)] * (len(shape) - len(items) + 1)
     if len(items) > len(shape):
         raise IndexError(f"{len(items)} indices for a tensor of {len(shape)} dimensions")

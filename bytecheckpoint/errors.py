@@ -81,7 +81,7 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 class CheckpointCorruptError(CheckpointError, ValueError):
     """Bytes differ from those that were written, or cannot be understood. Only `bcp.resume` raises it with the kind
-    `missing_file`: memory and storage hold saves, and all files of none of them.
+    `missing_file`: memory and storage hold parts of saves, and no save is whole.
     """
 
 
@@ -152,7 +152,7 @@ class TransferProgress(NamedTuple):
 
 
 def describe_progress(progress: TransferProgress) -> str:
-    """Returns `64.0 of 1,500.0 MB were there after 310.0 s, 0.206 MB/s, at which the rest takes 6,956.2 s`;
+    """Returns `64.0 of 1,500.0 MB were there after 310.0 s, 0.206 MB/s, at which the rest takes 6,955.6 s`;
     `none of 1,500.0 MB was there after 310.0 s` if nothing was done; empty if the transfer was complete or is of less
     than 50,000 bytes in all.
     """

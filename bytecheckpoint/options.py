@@ -222,8 +222,8 @@ class LoadOptions:
     `include` and `exclude` get the mapped names. The same on all ranks. Stored as a NameMap.
     """
     on_progress: Callable[[Progress], object] | None = None
-    """Called with the Progress of this rank, as for SaveOptions. Bytes are counted by ranges that were read; those that
-    other ranks pass on do not count."""
+    """Called with the Progress of this rank, as for SaveOptions; not for what is read of an opened checkpoint. Bytes
+    are counted by ranges that were read; those that other ranks pass on do not count."""
 
     def __post_init__(self) -> None:
         _check_callable("LoadOptions", "on_progress", self.on_progress)

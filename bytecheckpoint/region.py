@@ -70,7 +70,8 @@ def split_flat_range(shape: Sequence[int], start: int, length: int) -> list[Regi
     """Returns regions that, one after the other, are elements `start` to `start + length` of the row-major flat tensor.
 
     At each position the largest block that is aligned to a suffix of the shape is taken, so there are at most
-    2 * len(shape) - 1 regions. A length of 0 gives no region; a range that leaves the tensor raises ValueError.
+    2 * len(shape) - 1 regions, and one of a 0-d tensor. A length of 0 gives no region; a range that leaves the tensor
+    raises ValueError.
     """
     if start < 0 or length < 0 or start + length > prod(shape):
         raise ValueError(f"a tensor of shape {tuple(shape)} has no elements {start} to {start + length}")

@@ -11,6 +11,7 @@ import torch
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.key_map import listed_globs
 from bytecheckpoint.checkpoint import read_whole
+from bytecheckpoint.distributed.ranks import SoleRank
 from bytecheckpoint.loading.mismatches import refuse_unused
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, retry_replaced, wanted_step
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
@@ -59,11 +60,14 @@ def load_tree(
     manifest = source.manifest
     view = CheckpointView(manifest, rank=0, num_ranks=1, key_map=None, include=included, exclude=excluded)
     refuse_unused(view, source.path)
+    if included == []:  # which takes nothing; a SelectionRequest without globs takes all
+        excluded = ["*"]
     request = SelectionRequest(to="torch", include=included or (), exclude=excluded or (), is_in_memory=True)
     selection = select(manifest, request, None)
     nested = PlainData(manifest, selection, request).nested()
     fqns = [tensor.pieces[0].fqn or "" for tensor in selection.wanted]
-    tensors = read_whole(source, fqns, device)
+    with source.counting(SoleRank()):
+        tensors = read_whole(source, fqns, device)
     filled: dict[Any, Any] = _filled(nested, [tensors[fqn] for fqn in fqns], device)
     return filled
 

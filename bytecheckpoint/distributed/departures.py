@@ -132,11 +132,13 @@ class Departures:
 
     def _remove_all(self) -> None:
         """Removes all that is left of a call: the errors, the keys that ranks have handed over, and the counters."""
-        for number in range(1, self._call.store.add(NUM_FAILURES, 0) + 1):
-            key = failure_key(number)
-            self._call.remove(*keys_of(key, get_message(self._call.store, key)))
-        for number in range(1, self._call.store.add(_NUM_LISTS, 0) + 1):
-            self._call.remove(*self._listed(_handed_key(number)))
+        # A rank that died after it had counted what it was about to put has not put it: reading that would block.
+        for key in map(failure_key, range(1, self._call.store.add(NUM_FAILURES, 0) + 1)):
+            if self._call.is_set(key):
+                self._call.remove(*keys_of(key, get_message(self._call.store, key)))
+        for key in map(_handed_key, range(1, self._call.store.add(_NUM_LISTS, 0) + 1)):
+            if self._call.is_set(key):
+                self._call.remove(*self._listed(key))
         self._call.remove(HAS_FAILURE, NUM_FAILURES, ABANDONED, _NUM_LISTS, *self._counters())
 
 

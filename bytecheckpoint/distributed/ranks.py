@@ -83,12 +83,14 @@ class Ranks(Protocol):
 
 
 class SoleRank:
-    """A process on its own."""
+    """A process on its own, or in a group of its own."""
 
     rank = COORDINATOR
-    global_ranks: Sequence[int] = (0,)
     num_ranks = 1
     rendezvous_host = None
+
+    def __init__(self, global_rank: int = 0) -> None:
+        self.global_ranks: Sequence[int] = (global_rank,)
 
     def enter(self) -> None:
         """Does nothing."""
@@ -141,7 +143,7 @@ def join_ranks(
         )
     rank, global_ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     if len(global_ranks) == 1:
-        return SoleRank()
+        return SoleRank(global_ranks[0])
     clients, watch = group_peers()(group)
     ask = partial(run_on_thread, lambda: _next_call(clients, rank, len(global_ranks)))
     # Now, and not with the first message: a rank that is late for that one has not missed the call.
@@ -322,7 +324,9 @@ def _sentences(message: str, about: Subject) -> str:
 
 
 def check_same(doing: str, targets: Sequence[str], global_ranks: Sequence[int]) -> None:
-    """Raises CheckpointMismatchError (conflict) if the ranks do not all have the same target."""
+    """Raises CheckpointMismatchError (conflict) if the ranks do not all have the same target. `doing` is the verb for
+    the error, such as `load from`.
+    """
     differing = [rank for rank, target in enumerate(targets) if target != targets[COORDINATOR]]
     if differing:
         raise CheckpointMismatchError(

@@ -4,6 +4,7 @@ unauthenticated connections that send nothing delay no other, and all waits end 
 
 from __future__ import annotations
 
+import errno
 import hmac
 import math
 import secrets
@@ -155,7 +156,13 @@ def connect(
     hello = _HELLO.pack(address.token[:16], own_rank, len(request))
     reasons: list[str] = []
     for host, family, socket_address in _resolved(address, reasons):
-        opened = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            opened = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            if error.errno != errno.EAFNOSUPPORT:  # of IPv6, where this host has none; else this rank is at fault
+                raise
+            reasons.append(f"{host}: {error}")
+            continue
         connection = Connection(opened, reader, timeout_s)
         on_open(connection)
         if is_over.is_set():

@@ -4,10 +4,11 @@ first failure ends what a rank has under way. It does not know what the bytes ar
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from bytecheckpoint.distributed.connection import Connection, PeerLeftError
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Address, Listener, connect
 from bytecheckpoint.distributed.wire import HEADER, WireHeader, check_digest, damaged, seal
+from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.runtime.thread_priority import lower_priority
 
 _TELL_S = 10.0
@@ -63,8 +65,8 @@ def transfer(
     """Fetches all pieces, and serves the pieces of the `offered` files that the ranks in `takers` fetch from this rank.
 
     Raises CheckpointError (rank_missing) for a rank that is gone or stuck (not for a taker that is stuck once it has
-    been sent everything: it misses the next message of the ranks), CheckpointCorruptError (checksum) for bytes that
-    were damaged on the way, and whatever `take` raises.
+    been sent everything: it misses the next message of the ranks), CheckpointError (rank_failed) if there can be no
+    more threads, CheckpointCorruptError (checksum) for bytes that were damaged on the way, and whatever `take` raises.
     """
     if takers or fetches:
         _Transfer(ranks, offered, timeout_s).run(listener, takers, fetches)
@@ -89,18 +91,40 @@ class _Transfer:
         # Threads of its own: so many and no more, and with a lower priority, which a shared thread would keep.
         self._pool = ThreadPoolExecutor(num_threads, "bcp-copies", initializer=lower_priority)
         peers = {rank: self._ranks.global_ranks[rank] for rank in takers}
+        unstarted = [*fetches]
         try:
             with self._failing_together():
-                for fetch in fetches:
-                    self._start(self._fetch, fetch)
+                while unstarted:
+                    self._start(self._fetch, unstarted[0])
+                    del unstarted[0]
                 if peers:
                     listener.accept(peers, self._admit, self._start, timeout_s=self._timeout_s, is_over=self._is_over)
+                else:  # a rank that was to be a taker waits for no answer
+                    listener.close()
                 wait(self._futures, return_when=FIRST_EXCEPTION)
         finally:
-            self._end()
+            if unstarted:  # before it accepts: ranks that leave too, and tell this one so, wait for no answer of it
+                listener.close()
+            for fetch in unstarted:  # whose rank waits for this one: it sees that this one leaves
+                with suppress(PeerLeftError, CheckpointError, OSError):
+                    self._fetch(fetch, limit_s=_TELL_S)
+            try:
+                self._end()
+            finally:
+                listener.close()  # so that no rank waits for an answer of it
 
     def _start(self, do: Callable[..., None], *arguments: object) -> None:
-        self._futures.append(self._pool.submit(self._failing_together()(do), *arguments))
+        """Calls `do` on a thread. Raises CheckpointError (rank_failed) if there can be no more threads."""
+        try:
+            self._futures.append(self._pool.submit(self._failing_together()(do), *arguments))
+        except RuntimeError as error:
+            if isinstance(error, CheckpointError):  # raised by a signal handler
+                raise
+            raise CheckpointError(
+                f"the process can have no more threads ({error}), of which one is taken for each rank that bytes are "
+                "fetched from or sent to: raise the limit",
+                kind="rank_failed",
+            ) from error
 
     def _admit(self, connection: Connection, message: bytes) -> Callable[[], None]:
         self._outbound.append(connection)
@@ -116,14 +140,14 @@ class _Transfer:
             connection.send(content)
         connection.check_peer(self._timeout_s)  # until it has them all
 
-    def _fetch(self, fetch: Fetching) -> None:
+    def _fetch(self, fetch: Fetching, limit_s: float = math.inf) -> None:
         reader = self._ranks.global_ranks[fetch.rank]
         connection = connect(
             reader,
             fetch.address,
             self._ranks.rank,
             _encode(fetch.pieces),
-            timeout_s=self._timeout_s,
+            timeout_s=min(self._timeout_s, limit_s),
             on_open=self._inbound.append,
             is_over=self._is_interrupted,
         )

@@ -47,8 +47,9 @@ class WaitingClients:
         atexit.register(_await_waits, weakref.ref(self), os.getpid())
 
     def begin(self, prefix: str, key: str, limit_s: float) -> Future[bool]:
-        """Starts a wait on a thread: its result is True once the key is there, False after `limit_s`. Raises
-        RuntimeError if this kind of store, or the lack of a thread, allows no such wait.
+        """Starts a wait on a thread: its result is True once the key is there, False after `limit_s`, or a RuntimeError
+        if the connection breaks. Raises RuntimeError if this kind of store, or the lack of a thread, allows no such
+        wait.
         """
         if not self._can_block:
             raise RuntimeError("this kind of store is polled")

@@ -31,8 +31,8 @@ class _WantedFiles(msgspec.Struct, frozen=True, array_like=True):
 
 
 def plan_together(ranks: Ranks, source: Source, matched: Matched) -> list[Fetch]:
-    """Returns the plan of this rank, and checks its share of the files that all ranks read. Once a rank
-    has a later message from all others, it knows that all files are there.
+    """Returns the plan of this rank, and checks its share of the files that all ranks read. All ranks call it. Once a
+    rank has a later message from all others, it knows that all files are there.
 
     Raises like `Source.plan`.
     """
@@ -91,7 +91,7 @@ def bad_sums(ranks: Ranks, source: Source, matched: Matched) -> Mapping[str, str
 
 def shares_of(wanted: np.ndarray, *, is_listed: bool) -> list[list[int]]:
     """Returns the files that each rank looks at; `wanted` has a row for each rank and a column for each file. A file
-    that many want goes to one of them, in turn; with `is_listed` all go to the coordinator.
+    that many want goes to one of them, in turn; with `is_listed`, where one listing shows all, to the coordinator.
     """
     shares: list[list[int]] = [[] for _ in wanted]
     for file, column in enumerate(np.ascontiguousarray(wanted.T)):

@@ -144,8 +144,8 @@ def _not_refused(match: Match, shards: Sequence[LocalShard]) -> list[LocalShard]
 
 def _shared(match: Match) -> list[int]:
     """Returns the numbers of the shards to leave out so that memory is filled once: tied tensors, and views of a part,
-    take the value of the tensor that contains them. A tensor that overlaps with another in part is a problem: it
-    would hold a mixture of both, which could not be verified.
+    take the value of the tensor that contains them. Adds a tensor that overlaps with another in part to the problems:
+    it would hold a mixture of both, which could not be verified.
     """
     shared = find_shared(match.shards)
     for first, second in shared.clashing:
@@ -159,7 +159,9 @@ def _shared(match: Match) -> list[int]:
 
 
 def _read_only(match: Match) -> list[int]:
-    """Returns the numbers of shards in memory that is read only, where a write kills the process; each is a problem."""
+    """Returns the numbers of shards in memory that is read only, where a write kills the process; adds each to the
+    problems.
+    """
     targets = TargetShards.of(match.shards)
     addresses = targets.addresses.copy()
     for number, tensor in zip(targets.without_address, targets.tensors_without_address, strict=True):

@@ -31,7 +31,7 @@ class TensorStub(NamedTuple):
     """Stands in a state for a tensor of the target."""
 
     number: int
-    """Index of the tensor; tied weights have the same."""
+    """Index in `Selection.wanted`; tied weights have the same."""
 
 
 class PlainData:

@@ -137,7 +137,7 @@ def read_common(
 
 
 def _gather_common(parts: Sequence[memoryview], readers: Sequence[int], ranks: Ranks) -> None:
-    """Brings what each reader has read to the coordinator."""
+    """Fills `parts` on the coordinator with what the reader of each has read."""
     own = b"".join(part for part, reader in zip(parts, readers, strict=True) if reader == ranks.rank)
     for reader, payload in enumerate(ranks.gather(own)):
         left = memoryview(payload)

@@ -192,7 +192,7 @@ def _refuse_equal(names: Mapping[str, str]) -> None:
     sources: dict[str, str] = {}
     for fqn, name in names.items():
         other = sources.setdefault(name, fqn)
-        if other != fqn or not name:
+        if other != fqn or (fqn and not name):  # "" may be its own name
             what = (
                 f"{fqn!r:.200} and {other!r:.200} would both be {name!r:.200}" if name else f"{fqn!r:.200} has no name"
             )

@@ -4,12 +4,13 @@ that it has, and the host that finds all of them at the path commits the checkpo
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -86,7 +87,7 @@ class JobInMemory(NamedTuple):
     num_bytes: int
     num_living: int
     changed_s: float
-    """Time of the last change of a version, in seconds since 1970."""
+    """Time of the last change of a version, or of the folder, in seconds since 1970."""
 
 
 def _distinct(roots: Sequence[str]) -> list[str]:
@@ -102,8 +103,8 @@ def list_held(roots: Sequence[str]) -> Iterator[MemoryCheckpoint]:
     for root in _distinct(roots):
         for job, description in find_jobs(root):
             places = dict(_holders(job))
-            num_living = len(job.living())
-            for version in version_files.read_versions(job):
+            num_living = _num_living(job)
+            for version in _versions(job):
                 here = [file for file in version.files if file.name in places]
                 yield MemoryCheckpoint(
                     description.location,
@@ -119,9 +120,9 @@ def list_held(roots: Sequence[str]) -> Iterator[MemoryCheckpoint]:
 
 
 def flush(path: str, roots: Sequence[str], *, storage_options: Mapping[str, Any] | None = None) -> FlushedStep:
-    """Uploads what these memory roots have of the newest complete version of a job and of the pending ones after it:
-    newest first, until one has all of its files at the path. That one is committed, unless it is already. Returns its
-    outcome, or that of the newest version if none is whole there.
+    """Uploads what these memory roots have of the newest complete version of a job and of the pending ones after it,
+    which this host does not know to be complete: newest first, until one has all of its files at the path. That one is
+    committed, unless it is already. Returns its outcome, or that of the newest version if none is whole there.
 
     Raises CheckpointNotFoundError if the roots hold nothing of the job, CheckpointSaveError (superseded) if processes
     of the job live, CheckpointExistsError if another save of the step is committed or the path itself is a checkpoint,
@@ -129,7 +130,7 @@ def flush(path: str, roots: Sequence[str], *, storage_options: Mapping[str, Any]
     """
     store = open_store(path, storage_options=storage_options, writer_threads=_WRITERS)
     jobs = [job for root in _distinct(roots) if (job := find_job(root, location_of(store))) is not None]
-    versions = [version for job in jobs for version in version_files.read_versions(job)]
+    versions = [version for job in jobs for version in _versions(job)]
     if not versions:
         raise CheckpointNotFoundError(
             f"no memory checkpoint of {store} is in {', '.join(roots)}; nothing was uploaded: run it on the hosts of "
@@ -279,35 +280,64 @@ def jobs_in_memory(roots: Sequence[str], location: str | None) -> list[JobInMemo
         for job, description in find_jobs(root):
             if location in {None, description.location}:
                 slots = [*slot_file.scan(job.slots), *scan_copies(job, "copies"), *scan_copies(job, "parity")]
-                changed_s = max(os.stat(path).st_mtime for path in (job.versions, job.slots))  # noqa: PTH116
                 found.append(
                     JobInMemory(
                         description.location,
                         job.path,
                         len(slots),
                         sum(slot.capacity for slot in slots),
-                        len(job.living()),
-                        changed_s,
+                        _num_living(job),
+                        _changed_s(job),
                     )
                 )
     return found
 
 
+# A removal that is under way or was killed leaves a part of a job's folder.
+
+
+def _versions(job: JobFolder) -> list[HeldVersion]:
+    with suppress(FileNotFoundError):
+        return version_files.read_versions(job)
+    return []
+
+
+def _num_living(job: JobFolder) -> int:
+    with suppress(FileNotFoundError):
+        return len(job.living())
+    return 0
+
+
+def _changed_s(job: JobFolder) -> float:
+    times = []
+    for path in (job.versions, job.slots, job.path):
+        with suppress(FileNotFoundError):
+            times.append(os.stat(path).st_mtime)  # noqa: PTH116 - paths are text here
+    return max(times, default=0.0)
+
+
 def remove_job(root: str, path: str) -> Literal["removed", "gone", "lives"]:
-    """Frees the memory of the job in the folder `path`. Returns "gone" if it is not there, and "lives" if a process of
-    the job lives, or another one flushes or removes it at this moment: then it is left alone.
+    """Frees the memory of the job in the folder `path`, also what a removal that was killed has left of it. Returns
+    "gone" if it is not there, and "lives" if a process of the job lives, or another one flushes or removes it at this
+    moment: then it is left alone.
     """
     found = next((each for each in find_jobs(root) if each[0].path == path), None)
     if found is None:
         return "gone"
     job, description = found
     try:
+        # What a removal that was killed has left is not taken unregistered either: a process may begin to use it.
+        job.make_joinable()
         with _locked([job], description.location):
             _remove(Path(job.path))
     except CheckpointSaveError:
         return "lives"
     except FileNotFoundError:
-        return "gone"
+        return "lives" if Path(job.path).exists() else "gone"
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        return "lives"
     return "removed"
 
 
@@ -321,10 +351,14 @@ def _remove(folder: Path) -> None:
 @contextmanager
 def _locked(jobs: Sequence[JobFolder], location: str) -> Iterator[None]:
     """Registers as a process of these jobs. Raises CheckpointSaveError (superseded) if other processes of them live."""
-    locks = [(job, *job.join()) for job in jobs]
-    try:
-        for job, _, own in locks:
-            if any(other.name != own.name for other in job.living()):
+    with ExitStack() as joined:
+        names = set()
+        for job in jobs:
+            lock, own = job.join()
+            joined.callback(lock.release)
+            names.add(own.name)
+        for job in jobs:
+            if any(other.name not in names for other in job.living()):
                 raise CheckpointSaveError(
                     f"processes of the job that saves to {location} live on this host; nothing was changed: end them "
                     "first, or let them save to storage",
@@ -332,9 +366,6 @@ def _locked(jobs: Sequence[JobFolder], location: str) -> Iterator[None]:
                     path=location,
                 )
         yield
-    finally:
-        for _, lock, _ in locks:
-            lock.release()
 
 
 def _holders(job: JobFolder) -> Iterator[tuple[str, FilePlace]]:

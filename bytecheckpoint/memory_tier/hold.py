@@ -99,7 +99,7 @@ class _NoStore:
     access = Access(0.0, 1.0)
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
-        """Enters each block, on as many threads as a disk would get."""
+        """Opens and closes each block, on as many threads as writes to a disk take."""
         del name, replace
         take_blocks(blocks, _leave_in_place, num_threads=_THREADS)
 
@@ -330,14 +330,21 @@ def _agree(
         metadata=metadata,
         generation=generation,
     )
-    hosts = [each.host for each in holdings]
+    ranks_of = _ranks_by_host(holdings)
     divergent = divergent_files([each.staged for each in holdings], lambda rank: reported_files(holdings[rank].report))
     return [
         msgspec.msgpack.encode(
-            _HoldReply(record, info, hosts.count(host), content if hosts.index(host) == rank else b"", divergent[rank])
+            _HoldReply(record, info, len(here), content if here[0] == rank else b"", divergent[rank])
         )
-        for rank, host in enumerate(hosts)
+        for rank, here in enumerate(ranks_of[each.host] for each in holdings)
     ]
+
+
+def _ranks_by_host(holdings: Sequence[RankHolding]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, each in enumerate(holdings):
+        found.setdefault(each.host, []).append(rank)
+    return found
 
 
 def refuse_other_jobs(holdings: Sequence[RankHolding], ranks: Ranks, path: str) -> None:
@@ -345,13 +352,13 @@ def refuse_other_jobs(holdings: Sequence[RankHolding], ranks: Ranks, path: str) 
     longer, and live.
     """
     own = {each.process for each in holdings}
-    for host in {each.host for each in holdings}:
-        here = [each for each in holdings if each.host == host]
+    for ranks_here in _ranks_by_host(holdings).values():
+        here = [holdings[rank] for rank in ranks_here]
         since = min(each.since_ns for each in here)
         older = {name for each in here for name, other_ns in each.others if name not in own and other_ns < since}
         if older:
             raise CheckpointSaveError(
-                f"{len(older)} living processes on the host of rank {ranks.global_ranks[holdings.index(here[0])]} hold "
+                f"{len(older)} living processes on the host of rank {ranks.global_ranks[ranks_here[0]]} hold "
                 f"memory checkpoints of {path} already, and are not among the ranks of this save; nothing was held, "
                 "and their checkpoints are as they were: end the other job, or save to another path",
                 kind="superseded",

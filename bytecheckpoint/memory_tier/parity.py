@@ -1,10 +1,8 @@
-"""Computes the XOR of the bytes of several hosts, and from it the bytes of one of them. Works on memory;
+"""XORs the bytes of hosts into parity, and into the bytes of one of them that was lost. Works on memory;
 planner/memory_tier says which bytes go where.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -24,11 +22,3 @@ def xor_into(parity: memoryview | bytearray, byte_offset: int, content: memoryvi
 def _words(block: np.ndarray) -> np.ndarray:
     """Returns the bytes as words of eight bytes, or as they are if their number is no multiple of eight."""
     return block.view(np.uint64) if block.size % 8 == 0 else block
-
-
-def xor_all(parts: Iterable[memoryview | bytes | bytearray], byte_length: int) -> bytearray:
-    """Returns the XOR of the parts, each padded with zeros to `byte_length`."""
-    total = bytearray(byte_length)
-    for part in parts:
-        xor_into(total, 0, part)
-    return total

@@ -35,6 +35,7 @@ class ParitySource(msgspec.Struct, frozen=True, array_like=True):
     """A rank whose files go into parity."""
 
     rank: int
+    """Within the group."""
     address: Address
     lengths: dict[int, int]
     """Length of each file in bytes, by the number in its name."""
@@ -68,8 +69,8 @@ class FoundParity(NamedTuple):
 def order_parity(
     places: Sequence[RankPlace], sources: Sequence[ParitySource], save_id: str
 ) -> dict[int, ParityOrder] | None:
-    """Returns the block that the first rank of each host makes, by that rank. Returns None if parity cannot protect
-    every host: with fewer than three failure domains, or a group of one host.
+    """Returns, by the first rank of each host, the order for the block that this rank makes. Returns None if parity
+    cannot protect every host: with fewer than three failure domains, or a group of one host.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
@@ -117,14 +118,14 @@ class ParityBlock:
         for placed in pieces_at(self._position, order.held.members):
             self._missing_pieces.setdefault(placed.piece.file, []).extend(_cut(placed))
 
-    def fetches(self, order: ParityOrder, files: Mapping[str, DataFile]) -> list[Fetching]:
+    def fetches(self, order: ParityOrder, files: Mapping[str, DataFile], global_ranks: Sequence[int]) -> list[Fetching]:
         """Returns one fetch from each source of the order that this rank was given, of the pieces that have not arrived
         yet; from a source that has sent all, a fetch of no pieces, because that rank waits for this one. `files` are
         those of the save, by name.
         """
-        return [self._fetching(source, files) for source in order.sources]
+        return [self._fetching(source, files, global_ranks[source.rank]) for source in order.sources]
 
-    def _fetching(self, source: ParitySource, files: Mapping[str, DataFile]) -> Fetching:
+    def _fetching(self, source: ParitySource, files: Mapping[str, DataFile], global_rank: int) -> Fetching:
         names = {number: data_file_name(self._record.save_id, source.rank, number) for number in source.lengths}
         places = {
             SentPiece(number, placed.piece.byte_offset, placed.piece.byte_length): placed
@@ -134,7 +135,7 @@ class ParityBlock:
 
         def take(piece: SentPiece, content: memoryview) -> None:
             placed = places[piece]
-            check_extents(files[placed.piece.file], piece, content, owner=source.rank)
+            check_extents(files[placed.piece.file], piece, content, owner=global_rank)
             with self._lock:
                 xor_into(self._image, placed.byte_offset, content)
                 self._missing_pieces[placed.piece.file].remove(placed)

@@ -27,18 +27,20 @@ def pieces_of(number: int, file: DataFile) -> Iterator[SentPiece]:
         yield SentPiece(number, first, end - first)
 
 
-def check_extents(file: DataFile, piece: SentPiece, content: memoryview, *, owner: int) -> None:
+def check_extents(file: DataFile, piece: SentPiece, content: memoryview, *, owner: int | None) -> None:
     """Raises CheckpointCorruptError (checksum) if an extent that lies completely in the piece does not match its
-    checksum.
+    checksum. `owner` is the global rank that the bytes came from, or None if they were rebuilt from parity.
     """
     starts = accumulate(file.extent_lengths, initial=0)
     for start, length, digest in zip(starts, file.extent_lengths, file.extent_digests, strict=False):
         first = start - piece.byte_offset
         is_inside = 0 <= first <= content.nbytes - length
         if is_inside and xxhash.xxh3_64_intdigest(content[first : first + length]) != digest:
+            is_rebuilt = owner is None
+            came = "were rebuilt from parity" if is_rebuilt else f"came from the memory of rank {owner}"
             raise CheckpointCorruptError(
-                f"bytes {start} to {start + length} of {file.name} came from the memory of rank {owner} with another "
-                "checksum than when they were staged: look at the memory of that host",
+                f"bytes {start} to {start + length} of {file.name} {came} with another checksum than when they were "
+                f"staged: look at the memory of {'the hosts that are left' if is_rebuilt else 'that host'}",
                 kind="checksum",
-                ranks=(owner,),
+                ranks=() if owner is None else (owner,),
             )

@@ -50,6 +50,7 @@ class _CopyOrder(msgspec.Struct, frozen=True, array_like=True):
     """Files of the rank `owner`, by number and length in bytes, that another rank holds for it."""
 
     owner: int
+    """Rank within the group."""
     address: Address
     numbers: list[int]
     lengths: list[int]
@@ -176,7 +177,7 @@ class _Copying:
         fetches = [self._fetching(order) for order in orders.orders]
         if orders.parity is not None:
             self._parity = self._parity or ParityBlock(self._slots, self._record, orders.parity, self._memory)
-            fetches += self._parity.fetches(orders.parity, self._files_of_save())
+            fetches += self._parity.fetches(orders.parity, self._files_of_save(), self._ranks.global_ranks)
         return fetches
 
     def settle(self, own: _CopyOutcome) -> _CopyOutcome:

@@ -19,7 +19,7 @@ import xxhash
 
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import Address, Listener
-from bytecheckpoint.distributed.transfer import Fetching, SentPiece, transfer
+from bytecheckpoint.distributed.transfer import Fetching, SentPiece, nothing_from, transfer
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.memory.host_mapping import map_memory
@@ -59,7 +59,11 @@ class _RebuildOrder(msgspec.Struct, frozen=True, array_like=True):
     lost: int
     """Position of the lost member."""
     servers: list[tuple[int, Address]]
-    """Rank and address that read for each member; the entry of the lost member is not used."""
+    """Rank (within the group) and address that read for each member; the entry of the lost member is not used."""
+
+    def sources(self) -> list[tuple[int, Address]]:
+        """Returns rank and address of each rank that the rebuilder fetches from. Each of them waits for it."""
+        return [server for position, server in enumerate(self.servers) if position != self.lost]
 
 
 class _RebuildReply(msgspec.Struct, frozen=True, array_like=True):
@@ -103,17 +107,27 @@ def rebuild(
         reduce = partial(_order, inputs.version)
         reply = msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(offer), reduce), type=_RebuildReply)
         memory.copies.begin_save()
-        works = [_Rebuild(order, inputs) for order in reply.orders]
-        fetches = [fetch for work in works for fetch in work.fetches()]
         try:
-            offered = list(_offered(inputs, host))
-            transfer(ranks, listener, offered, takers=reply.takers, fetches=fetches, timeout_s=timeout_s)
+            offered, takers = list[memoryview](), list[int]()
+            try:
+                offered = list(_offered(inputs, host))
+                takers = reply.takers
+                works = [_Rebuild(order, inputs, ranks.global_ranks) for order in reply.orders]
+                fetches = [fetch for work in works for fetch in work.fetches()]
+            except OSError:  # no memory
+                # Else the ranks that wait for this one would wait in vain.
+                fetches = [nothing_from(*source) for order in reply.orders for source in order.sources()]
+                transfer(ranks, listener, offered, takers=takers, fetches=fetches, timeout_s=timeout_s)
+                raise
+            transfer(ranks, listener, offered, takers=takers, fetches=fetches, timeout_s=timeout_s)
             for work in works:
                 work.keep(memory, max_bytes=max_bytes)
             memory.copies.doubt(save_id)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             for order in reply.orders:
-                logger.error("host %s is not rebuilt: %s", order.members[order.lost].host, error.message)
+                logger.error("host %s is not rebuilt: %s", order.members[order.lost].host, error)
+            if not reply.orders:
+                logger.error("nothing is rebuilt from host %s: %s", host, error)
             damaged += [
                 DamagedHolding(save_id, name, FileHolder("parity", ""))
                 for order in reply.orders
@@ -213,7 +227,7 @@ def rebuild_member(
     position = 0
     for name, byte_length in members[lost].files:
         file = memoryview(content)[position : position + byte_length]
-        check_extents(files[name], SentPiece(0, 0, byte_length), file, owner=_rank_and_number(name)[0])
+        check_extents(files[name], SentPiece(0, 0, byte_length), file, owner=None)
         yield name, file
         position += byte_length
 
@@ -227,9 +241,10 @@ def _rank_and_number(name: str) -> tuple[int, int]:
 class _Rebuild:
     """The bytes of one lost member while they are rebuilt."""
 
-    def __init__(self, order: _RebuildOrder, inputs: RebuildInput) -> None:
+    def __init__(self, order: _RebuildOrder, inputs: RebuildInput, global_ranks: Sequence[int]) -> None:
         self._order = order
         self._inputs = inputs
+        self._global_ranks = global_ranks
         self._length = segment_bytes(order.members)
         self._lock = threading.Lock()
         self._content = memoryview(map_memory(self._length * (len(order.members) - 1), advice=["MADV_HUGEPAGE"]))
@@ -261,7 +276,7 @@ class _Rebuild:
 
         def take(piece: SentPiece, content: memoryview) -> None:
             if piece.file < len(names):
-                check_extents(self._inputs.files[names[piece.file]], piece, content, owner=rank)
+                check_extents(self._inputs.files[names[piece.file]], piece, content, owner=self._global_ranks[rank])
             with self._lock:
                 for place in places[piece]:
                     xor_into(self._content, place, content)
@@ -277,7 +292,7 @@ class _Rebuild:
         for name, length in self._order.members[self._order.lost].files:
             rank, number = _rank_and_number(name)
             file = content[position : position + length]
-            check_extents(self._inputs.files[name], SentPiece(0, 0, length), file, owner=rank)
+            check_extents(self._inputs.files[name], SentPiece(0, 0, length), file, owner=None)
             by_rank.setdefault(rank, {})[number] = file
             position += length
         for rank, files in by_rank.items():

@@ -244,11 +244,10 @@ class ResumeCall:
             return [msgspec.msgpack.encode(_Choice(None, stored_step=stored_step))] * ranks.num_ranks
         version = versions[0]
         is_stored_only = not _is_held(version)
-        has_manifest = [rank for rank, host in enumerate(hosts) if host in version.manifest_hosts]
         choice = _Choice(
             version,
             folders.get(version.save_id, step_folder(version.step)),
-            has_manifest[0] if has_manifest else COORDINATOR,
+            next((rank for rank, host in enumerate(hosts) if host in version.manifest_hosts), COORDINATOR),
             hosts,
             is_stored_only and version.save_id in self._stored and self._stored[version.save_id].version.is_committed,
         )

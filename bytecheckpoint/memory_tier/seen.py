@@ -167,9 +167,9 @@ def look_at_path(
 def look_for_branches(
     store: Store, known: Sequence[StoredManifest], abandoned: Collection[int]
 ) -> list[StoredManifest]:
-    """Returns the committed steps before the `known` ones that have a higher generation than every later step: training
-    went back to a step before them, and no longer goes on from the later ones. Reads the manifests of all steps before
-    the `known` ones; if no `known` step has a generation, reads nothing and returns an empty list.
+    """Returns the committed steps before the `known` ones that have a higher generation than every later step: the
+    later steps are of a branch that training has left. Reads the manifests of all steps before the `known` ones; if no
+    `known` step has a generation, reads nothing and returns an empty list.
     """
     generations = [each.version.generation for each in known if each.version.generation is not None]
     if not generations:

@@ -93,3 +93,11 @@ def test_tensors_in_lists_of_an_optimizer_stay_in_their_lists(call, tmp_path, si
         assert state.keys() == expected.keys()
         assert all(map(torch.equal, state["old_dirs"], expected["old_dirs"]))
         assert torch.equal(state["prev_flat_grad"], expected["prev_flat_grad"])
+
+
+def test_a_tensor_under_an_empty_name_is_read_and_converted(call, tmp_path) -> None:
+    bcp.save(tmp_path / "a", {"": torch.ones(2), "n": 1})
+    assert bcp.open(tmp_path / "a").objects == {"n": 1}
+    assert torch.equal(bcp.load_tree(tmp_path / "a")[""], torch.ones(2))
+    assert call("convert", tmp_path / "a", tmp_path / "b.pt", "--to", "torch").code == 0
+    assert torch.equal(torch.load(tmp_path / "b.pt")[""], torch.ones(2))

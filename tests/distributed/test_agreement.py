@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults.seams import Seen, files_under, loads_as, seen, state_of
+from faults.seams import SAVE_PHASES, Seen, before, files_under, loads_as, raising, seen, state_of
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
@@ -495,3 +495,18 @@ def test_a_key_that_differs_between_ranks_is_unexpected_where_it_has_no_place(
     outcomes = workers.run(load_without_a_key, str(tmp_path), world_size=3)
     assert {kind for kind, _ in outcomes} == {"unexpected_key"}
     assert all("1 unexpected_key" in message and "extra_state.key2" in message for _, message in outcomes)
+
+
+def save_in_a_group_of_its_own(rank: int, world_size: int, path: str) -> tuple[set[int], tuple[int, ...]]:
+    own = [dist.new_group([member]) for member in range(world_size)][rank]
+    ranks: list[int] = []
+    options = bcp.SaveOptions(on_progress=lambda progress: ranks.append(progress.rank))
+    bcp.save(f"{path}/{rank}", {"w": torch.ones(3)}, process_group=own, options=options)
+    with pytest.raises(bcp.CheckpointSaveError) as raised, before(SAVE_PHASES["writing"], raising(KeyError("x"))):
+        bcp.save(f"{path}/bad{rank}", {"w": torch.ones(3)}, process_group=own)
+    return {*ranks}, raised.value.ranks
+
+
+def test_a_rank_in_a_group_of_its_own_goes_by_its_global_rank(workers: WorkerPool, tmp_path: Path) -> None:
+    found = workers.run(save_in_a_group_of_its_own, str(tmp_path), world_size=2)
+    assert found == [({0}, (0,)), ({1}, (1,))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
 import struct
@@ -235,6 +236,37 @@ def test_a_reader_that_cannot_be_reached_is_named(listener: Listener) -> None:
     with pytest.raises(CheckpointError, match=r"rank 40 cannot be reached .*exchange=\"off\"") as raised:
         connect_to(Address(["127.0.0.1"], port, bytes(32)), 1.0)
     assert (raised.value.kind, raised.value.ranks) == ("rank_missing", (40,))
+
+
+def test_an_address_of_a_family_that_this_host_lacks_is_passed_over(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = socket.socket
+
+    def without_ipv6(family: int = -1, *arguments: Any, **options: Any) -> socket.socket:
+        if family == socket.AF_INET6 and "fileno" not in options:  # which `accept` gives
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return make(family, *arguments, **options)
+
+    address = Address(["::1", "127.0.0.1"], listener.address.port, listener.address.token)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(lambda: admit(listener))
+        monkeypatch.setattr(rendezvous_module.socket, "socket", without_ipv6)
+        with closing(connect_to(address)), closing(accepted.result()[0]):
+            monkeypatch.undo()
+
+
+def test_a_lack_of_descriptors_here_is_not_blamed_on_the_reader(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_descriptors(*_: Any, **__: Any) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(rendezvous_module.socket, "socket", without_descriptors)
+    with pytest.raises(OSError, match="Too many open files") as raised:
+        connect_to(listener.address)
+    monkeypatch.undo()
+    assert not isinstance(raised.value, CheckpointError)
 
 
 def test_somebody_else_at_the_address_is_not_taken_for_the_reader(listener: Listener) -> None:

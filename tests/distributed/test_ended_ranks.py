@@ -154,6 +154,16 @@ def test_a_process_that_was_not_reaped_has_ended(has_descriptors: bool, monkeypa
         processes.close()
 
 
+def test_a_process_whose_name_is_no_text_is_watched_as_any_other() -> None:
+    rename = "import ctypes; ctypes.CDLL(None).prctl(15, b'cut ) \\xe8\\xae', 0, 0, 0); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", rename], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert b"\xe8\xae)" in Path(f"/proc/{child.pid}/stat").read_bytes()
+        assert peer_watch._start_time(child.pid)
+        child.kill()
+
+
 @pytest.fixture
 def links() -> Iterator[tuple[HostLinks, HostLinks]]:
     """Those of a leader, and of rank 3, which has a link to it."""

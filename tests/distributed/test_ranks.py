@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 from bytecheckpoint.adapters.expectation import EntryContents
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed import attendance
+from bytecheckpoint.distributed import departures as departures_module
 from bytecheckpoint.distributed import key_value_ranks as key_value_ranks_module
+from bytecheckpoint.distributed.departures import Departures
 from bytecheckpoint.distributed.failures import decode_failure, encode_failure, merge_errors
 from bytecheckpoint.distributed.key_value_ranks import GroupRanks
 from bytecheckpoint.distributed.ranks import Ranks, SoleRank, Subject, join_ranks, together
@@ -438,6 +441,18 @@ def test_nothing_of_a_call_stays_in_the_store_if_a_rank_leaves_late(
 
     with ThreadPoolExecutor(7) as pool:
         list(pool.map(call, ranks))
+    assert store.num_keys() == 0
+
+
+@pytest.mark.parametrize("counter", [departures_module.NUM_FAILURES, departures_module._NUM_LISTS])
+def test_a_rank_that_dies_before_it_puts_what_it_has_counted_holds_up_no_end(counter: str) -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    departures = Departures(call_store(store), 3, 64)
+    store.add(counter, 1)
+    departures.leave(1)
+    departures.leave(2)
+    departures.end([], 5.0, missing=(), has_failed=True)
     assert store.num_keys() == 0
 
 

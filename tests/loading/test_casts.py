@@ -25,19 +25,47 @@ UNFIT = [
     (torch.complex64, [1 + 2j], torch.float32),
     (torch.complex64, [1, complex(0, float("nan"))], torch.bfloat16),
     (torch.complex64, [1 + 2j], torch.int64),
+    (torch.float32, [1.0, 1e6], torch.float8_e4m3fnuz),
+    (torch.uint64, [2**63], torch.float8_e4m3fnuz),
+    (torch.bfloat16, [[float("nan"), 1.0], [float("inf"), 1.0]], torch.float8_e5m2fnuz),
+    (torch.float32, 1e6, torch.float8_e5m2fnuz),
 ]
+FIT = [
+    (torch.uint8, [0, 127], torch.int8),
+    (torch.int8, [0, 127], torch.uint8),
+    (torch.uint64, [2**63 - 1], torch.int64),
+    (torch.int64, [-1, 2], torch.int32),
+    (torch.float32, [-3.0, 5.0], torch.int8),
+    (torch.complex64, [1.5, -2], torch.float32),
+    (torch.complex64, [-2], torch.int16),
+    (torch.float32, [-2.0, float("inf")], torch.float8_e5m2),
+    (torch.float16, [-448.0, 0.0], torch.float8_e4m3fn),
+    (torch.int32, [-8, 240], torch.float8_e4m3fnuz),
+    (torch.float64, -2.0, torch.float8_e4m3fnuz),
+    (torch.bool, [True, False], torch.uint32),
+]
+NAN_STAYS = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float16]
+if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7
+    UNFIT += [
+        (torch.float32, [1.0, -2.0], torch.float8_e8m0fnu),
+        (torch.int64, [-3], torch.float8_e8m0fnu),
+        (torch.float64, [1e300], torch.float8_e8m0fnu),
+    ]
+    FIT += [(torch.float32, [1.0, 0.5], torch.float8_e8m0fnu)]
+    NAN_STAYS += [torch.float8_e8m0fnu]
 
 
-def loaded(path: Path, stored: torch.dtype, values: list[Any], wanted: torch.dtype) -> torch.Tensor:
-    bcp.save(path, {"w": torch.tensor(values, dtype=stored)})
-    state = {"w": torch.zeros(len(values), dtype=wanted)}
+def loaded(path: Path, stored: torch.dtype, values: Any, wanted: torch.dtype) -> torch.Tensor:
+    saved = torch.tensor(values, dtype=stored)
+    bcp.save(path, {"w": saved})
+    state = {"w": torch.zeros(saved.shape, dtype=wanted)}
     bcp.load(path, state, cast=True)
     return state["w"]
 
 
 @pytest.mark.parametrize(("stored", "values", "wanted"), UNFIT, ids=str)
 def test_a_value_that_does_not_fit_is_an_error(
-    tmp_path: Path, stored: torch.dtype, values: list[Any], wanted: torch.dtype
+    tmp_path: Path, stored: torch.dtype, values: Any, wanted: torch.dtype
 ) -> None:
     name = str(wanted).removeprefix("torch.")
     with pytest.raises(
@@ -47,24 +75,14 @@ def test_a_value_that_does_not_fit_is_an_error(
     assert caught.value.kind == "dtype"
 
 
-@pytest.mark.parametrize(
-    ("stored", "values", "wanted"),
-    [
-        (torch.uint8, [0, 127], torch.int8),
-        (torch.int8, [0, 127], torch.uint8),
-        (torch.uint64, [2**63 - 1], torch.int64),
-        (torch.int64, [-1, 2], torch.int32),
-        (torch.float32, [-3.0, 5.0], torch.int8),
-        (torch.complex64, [1.5, -2], torch.float32),
-        (torch.complex64, [-2], torch.int16),
-        (torch.bool, [True, False], torch.uint32),
-    ],
-    ids=str,
-)
-def test_values_that_fit_are_the_same(
-    tmp_path: Path, stored: torch.dtype, values: list[Any], wanted: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("stored", "values", "wanted"), FIT, ids=str)
+def test_values_that_fit_are_the_same(tmp_path: Path, stored: torch.dtype, values: Any, wanted: torch.dtype) -> None:
     assert loaded(tmp_path, stored, values, wanted).tolist() == values
+
+
+@pytest.mark.parametrize("wanted", NAN_STAYS, ids=str)
+def test_nan_stays_nan(tmp_path: Path, wanted: torch.dtype) -> None:
+    assert loaded(tmp_path, torch.float32, [float("nan")], wanted).float().isnan().all()
 
 
 @pytest.mark.parametrize(("stored", "wanted"), [(torch.uint8, torch.int8), (torch.bool, torch.int64)], ids=str)

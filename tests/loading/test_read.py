@@ -104,6 +104,7 @@ def test_what_is_no_index_is_an_index_error(opened: bcp.Checkpoint, index: Any) 
         torch.tensor(True),
         np.array([2]),
         np.array([True]),
+        np.array([0, 1]),
         torch.tensor([0, 1]),
     ],
     ids=repr,

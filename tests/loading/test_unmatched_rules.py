@@ -253,3 +253,8 @@ def test_an_optimizer_that_does_not_fit_is_not_said_to_be_absent(tmp_path: Path)
         bcp.load(tmp_path / "a.pt", {"optim": torch.optim.AdamW(mlp().named_parameters())})
     assert "holds no optimizer" not in str(caught.value)
     assert "optim.model" not in str(caught.value)
+
+
+def test_a_tree_of_what_no_glob_matches_is_empty(saved: Path) -> None:
+    assert bcp.load_tree(saved, include=[]) == {}
+    assert bcp.load_tree(saved, exclude=[]).keys() == {"model", "optimizer", "epoch", "rank"}

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from faults.seams import SAVE_PHASES, before, raising
 
 import bytecheckpoint as bcp
@@ -174,12 +176,13 @@ def test_connections_that_break_for_ever_leave_what_the_process_holds(workers: W
     assert held_on(tmp_path, 0)[1] == {}
 
 
-def save_flipped(rank: int, world_size: int, folder: Path) -> tuple[str, str, str]:
-    """A bit of rank 1's slot flips after it was staged; then a save is as it should be."""
+@contextmanager
+def flipping(folder: Path, *, is_here: bool) -> Iterator[None]:
+    """A bit of the slot of host 1 flips after it was staged, when the first piece of it is sent, if that is here."""
     seal = transfer.seal
-    is_flipping = rank == 1
+    is_flipping = is_here
 
-    def flipping(header: Any, buffers: Any) -> Any:
+    def flip(header: Any, buffers: Any) -> Any:
         nonlocal is_flipping
         if is_flipping:
             is_flipping = False
@@ -194,7 +197,13 @@ def save_flipped(rank: int, world_size: int, folder: Path) -> tuple[str, str, st
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(transfer, "seal", flipping)
+        patch.setattr(transfer, "seal", flip)
+        yield
+
+
+def save_flipped(rank: int, world_size: int, folder: Path) -> tuple[str, str, str]:
+    """A bit of rank 1's slot flips after it was staged; then a save is as it should be."""
+    with flipping(folder, is_here=rank == 1):
         given = options(folder, rank, 1)
         handle = bcp.save(folder / "ckpt", state_of(rank, 1), step=1, async_save=True, options=given, to="memory")
         with pytest.raises(bcp.CheckpointCorruptError) as raised:
@@ -210,6 +219,31 @@ def test_bits_that_flip_in_a_slot_are_found_when_it_is_copied(workers: WorkerPoo
         assert (kind, after) == ("checksum", "memory")
         assert "came from the memory of rank 1 with another checksum than when they were staged" in message
         assert "the next save places its copies anew" in message
+
+
+def save_flipped_in_a_group(rank: int, world_size: int, folder: Path, memory: dict[str, int]) -> Any:
+    """A bit of the slot of rank 1 flips, in a save of the ranks 1 to 3 that makes parity."""
+    group = dist.new_group([1, 2, 3])
+    if rank == 0:
+        return None
+    given = options(folder, rank, 1, **memory)
+    with flipping(folder, is_here=rank == 1):
+        state = state_of(rank, 1)
+        handle = bcp.save(
+            folder / "ckpt", state, step=1, async_save=True, process_group=group, options=given, to="memory"
+        )
+        with pytest.raises(bcp.CheckpointCorruptError) as raised:
+            handle.result()
+    return raised.value.message, raised.value.ranks
+
+
+@pytest.mark.parametrize("memory", [{"copies": 2}, {"copies": 1, "parity": 1}])
+def test_a_rank_whose_bits_flip_is_named_by_its_global_rank(
+    workers: WorkerPool, tmp_path: Path, memory: dict[str, int]
+) -> None:
+    for message, ranks in workers.run(save_flipped_in_a_group, tmp_path, memory, world_size=4)[1:]:
+        assert "came from the memory of rank 1 with another checksum" in message
+        assert ranks == (1,)
 
 
 def save_without_room(rank: int, world_size: int, folder: Path) -> tuple[str, str, str, list[str]]:
@@ -246,6 +280,40 @@ def test_a_host_without_room_for_copies_costs_no_checkpoint(workers: WorkerPool,
         assert f"step_{step:08} goes on to storage without copies in memory: " in warning
         assert "the next save places its copies anew" in warning
     assert (len(of_coordinator), of_other) == (2, [])
+
+
+def save_without_threads(
+    rank: int, world_size: int, folder: Path, ranks: list[int]
+) -> tuple[str, tuple[int, ...], str, str]:
+    """These ranks can have no threads for copies."""
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if rank in ranks and thread.name.startswith("bcp-copies"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(threading.Thread, "start", start_others)
+        memory = bcp.Memory(root=folder / f"host{rank}")
+        given = bcp.SaveOptions(memory=memory, timeout_s=90)
+        handle = bcp.save(folder / "ckpt", state_of(rank, 0), step=0, async_save=True, options=given)
+        with pytest.raises(bcp.CheckpointSaveError) as raised:
+            handle.held("host")
+        return raised.value.message, raised.value.ranks, handle.held("process").tier, handle.result().tier
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=str)
+def test_a_rank_that_can_have_no_threads_for_copies_costs_no_checkpoint(
+    workers: WorkerPool, tmp_path: Path, ranks: list[int]
+) -> None:
+    started = time.monotonic()
+    for message, *tiers in workers.run(save_without_threads, tmp_path, ranks, world_size=2):
+        assert f"rank {ranks[0]} on " in message
+        assert "the process can have no more threads" in message
+        assert tiers == [(), "memory", "storage"]
+    assert time.monotonic() - started < 60  # ranks that waited for one another would wait for 90
 
 
 def save_without_room_or_disk(rank: int, world_size: int, folder: Path) -> tuple[str, str]:

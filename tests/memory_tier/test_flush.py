@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.memory_tier import flush
 from bytecheckpoint.memory_tier.flush import jobs_in_memory
 from bytecheckpoint.storage.memory_root import slot_file
-from bytecheckpoint.storage.memory_root.job_folder import JobFolder, find_jobs
+from bytecheckpoint.storage.memory_root.job_folder import JobFolder, find_jobs, open_job
 from bytecheckpoint.storage.memory_root.version_files import read_versions
 from bytecheckpoint.tools import gc_command
 from bytecheckpoint.tools.main import cli
@@ -245,6 +246,59 @@ def test_memory_that_vanishes_while_it_is_removed_is_gone(
     shutil.rmtree(job.path)
     monkeypatch.setattr(flush, "find_jobs", lambda _: [(job, description)])
     assert flush.remove_job(killed[1], job.path) == "gone"
+
+
+@pytest.mark.parametrize("removed", ["versions", "slots", "alive", "job"])
+def test_gc_frees_what_a_killed_gc_has_left_and_lists_other_jobs(
+    killed: tuple[str, str], tmp_path: Path, removed: str
+) -> None:
+    root, memory = killed
+    left = Path(open_job(memory, str(tmp_path / "other")).path) / removed
+    shutil.rmtree(left) if left.is_dir() else left.unlink()
+    listed = bcp_("memory", "ls", "--memory-root", memory, "--json")
+    assert listed.exit_code == 0
+    assert {each["location"] for each in json.loads(listed.output)["checkpoints"]} == {root}
+    gone = bcp_("gc", "--memory", "--memory-root", memory, "--older-than", "0h", "--delete")
+    assert gone.exit_code == 0, gone.output
+    assert "2 ended jobs" in gone.output
+    assert find_jobs(memory) == []
+
+
+@pytest.mark.parametrize("is_left_over", [False, True])
+def test_a_process_that_begins_while_gc_looks_at_its_job_keeps_its_memory(
+    killed: tuple[str, str], monkeypatch: pytest.MonkeyPatch, is_left_over: bool
+) -> None:
+    _, memory = killed
+    ((job, description),) = find_jobs(memory)
+    join = JobFolder.join
+    begun: list[Any] = []
+
+    def begin_after(joined: JobFolder) -> Any:
+        try:
+            return join(joined)
+        finally:
+            if not begun:
+                begun.append(join(open_job(memory, description.location)))
+
+    if is_left_over:
+        shutil.rmtree(Path(job.path) / "alive")
+    monkeypatch.setattr(JobFolder, "join", begin_after)
+    assert flush.remove_job(memory, job.path) == "lives"
+    ((lock, process),) = begun
+    assert [each.name for each in job.living()] == [process.name]
+    assert read_versions(job)
+    lock.release()
+    assert flush.remove_job(memory, job.path) == "removed"
+
+
+def test_a_flush_that_fails_before_it_begins_keeps_no_job(killed: tuple[str, str], tmp_path: Path) -> None:
+    root, memory = killed
+    ((job, _),) = find_jobs(memory)
+    other = open_job(str(tmp_path / "other"), root)
+    shutil.rmtree(Path(other.path) / "alive")
+    with pytest.raises(FileNotFoundError):
+        flush.flush(root, [memory, str(tmp_path / "other")])
+    assert job.living() == []
 
 
 def test_gc_without_a_root_needs_memory() -> None:

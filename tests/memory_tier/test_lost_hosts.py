@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
+from bytecheckpoint.memory_tier import rebuild
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.staging.copy_slots import scan_copies
 from bytecheckpoint.storage.memory_root import slot_file
@@ -39,8 +42,8 @@ def differs(state: dict[str, Any], step: int) -> list[str]:
     return odd + ["step"] * (state["step"] != step)
 
 
-def options(folder: Path, host: int, **memory: Any) -> bcp.SaveOptions:
-    return bcp.SaveOptions(memory=bcp.Memory(root=folder / f"host{host}", **memory), timeout_s=20)
+def options(folder: Path, host: int, timeout_s: float = 20, **memory: Any) -> bcp.SaveOptions:
+    return bcp.SaveOptions(memory=bcp.Memory(root=folder / f"host{host}", **memory), timeout_s=timeout_s)
 
 
 def save(rank: int, world_size: int, folder: Path, hosts: list[int], steps: range, memory: dict[str, Any]) -> list[str]:
@@ -151,6 +154,41 @@ def test_a_file_that_proves_damaged_is_rebuilt_from_parity(workers: WorkerPool, 
                 file.write(b"?")
     for step, odd, sources in workers.run(resume, tmp_path, hosts, PARITY, world_size=3):
         assert (step, odd, sources["parity"]) == (3, [], 1)
+    workers.run(end_processes, world_size=3)
+
+
+def resume_without_memory(
+    rank: int, world_size: int, folder: Path, hosts: list[int], step: str, ranks: list[int]
+) -> tuple[tuple[int, list[str], dict[str, int]], float]:
+    """These ranks do not have the memory for this step of a rebuild."""
+
+    def no_memory(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    started = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank in ranks:
+            patch.setattr(rebuild, step, no_memory)
+        return resume(rank, world_size, folder, hosts, {**PARITY, "timeout_s": 90}), time.monotonic() - started
+
+
+def save_to_storage(rank: int, world_size: int, folder: Path) -> None:
+    bcp.save(folder / "ckpt", state_of(0), step=0)
+
+
+@pytest.mark.parametrize(("rebuild_step", "ranks"), [("map_memory", [0, 1, 2]), ("_offered", [2]), ("_offered", [0])])
+def test_a_host_that_ranks_have_no_memory_to_rebuild_gives_way_to_an_older_version(
+    workers: WorkerPool, tmp_path: Path, rebuild_step: str, ranks: list[int]
+) -> None:
+    workers.run(save_to_storage, tmp_path, world_size=3)
+    workers.run(save, tmp_path, [0, 1, 2], range(1, 4), PARITY, world_size=3)
+    workers.run(end_processes, world_size=3)
+    shutil.rmtree(tmp_path / "host2")
+    for (step, odd, sources), seconds in workers.run(
+        resume_without_memory, tmp_path, [0, 1, 9], rebuild_step, ranks, world_size=3
+    ):
+        assert (step, odd, sources["parity"]) == (0, [], 0)
+        assert seconds < 60  # a rank that waited for another would wait for 90
     workers.run(end_processes, world_size=3)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 
-from bytecheckpoint.memory_tier.parity import xor_all, xor_into
+from bytecheckpoint.memory_tier.parity import xor_into
 from bytecheckpoint.planner.memory_tier.parity_plan import (
     Segment,
     pieces_of,
@@ -35,6 +36,13 @@ def group_of(num_members: int, draw: random.Random, max_bytes: int) -> tuple[lis
 def content_of(segment: Segment, members: list[ParityMember], files: list[Files]) -> bytes:
     pieces = pieces_of(members[segment.owner], segment.number, segment_bytes(members))
     return b"".join(files[segment.owner][p.file][p.byte_offset :][: p.byte_length] for p in pieces)
+
+
+def xor_all(parts: Iterable[bytes], byte_length: int) -> bytes:
+    total = bytearray(byte_length)
+    for part in parts:
+        xor_into(total, 0, part)
+    return bytes(total)
 
 
 @pytest.mark.parametrize("num_members", range(2, 13))

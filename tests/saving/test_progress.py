@@ -238,6 +238,14 @@ def test_a_load_reports_the_bytes_that_it_reads(tmp_path) -> None:
     assert {item.bytes_total for item in seen if item.phase == "read"} == {report.num_bytes_read}
 
 
+def test_a_tree_that_is_read_reports_its_bytes(tmp_path) -> None:
+    bcp.save(tmp_path / "c", state_of(4 << 20))
+    seen: list[bcp.Progress] = []
+    bcp.load_tree(tmp_path / "c", options=bcp.LoadOptions(on_progress=seen.append))
+    assert phases_of(seen) == ["plan", "read", "done"]
+    assert next(item for item in seen if item.phase == "read").bytes_total >= 4 << 20
+
+
 def test_a_load_that_fails_reports_that(tmp_path) -> None:
     bcp.save(tmp_path / "c", state_of(1 << 20))
     path = next((tmp_path / "c" / "data").iterdir())

@@ -53,10 +53,11 @@ def own_presence() -> Presence:
 def _start_time(pid: int) -> int | None:
     """Returns the start time in ticks; None if there is no such process, or it has ended and was not reaped."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # Bytes, because the name of the process, which comes before the ")", may be no text.
+        state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if state in {"Z", "X"} else int(fields[18])
+    return None if state in {b"Z", b"X"} else int(fields[18])
 
 
 class LocalProcesses:

@@ -86,6 +86,13 @@ class JobFolder(NamedTuple):
         finally:
             os.close(fd)
 
+    def make_joinable(self) -> None:
+        """Makes what `join` needs, which a removal that was killed may have taken. Raises FileNotFoundError if the
+        folder is gone.
+        """
+        with suppress(FileExistsError):
+            os.mkdir(os.path.join(self.path, _ALIVE), 0o700)
+
     def join(self, *, saves: bool = True) -> tuple[ProcessLock, LivingProcess]:
         """Registers this process as working on the job, until it ends or the lock is released. `saves` is False for a
         process that only resumes.
