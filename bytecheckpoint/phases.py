@@ -85,7 +85,7 @@ def run_save(
     """
     timer, process = PhaseTimer(), process_state()
     wait_until_numbered()
-    options, only_memory = where_to(to, options, str(path))
+    options, only_memory = where_to(to, options, _shown(path))
     kind = kind_of_snapshot(options, async_save=async_save)
     about = Subject(_shown(path), step if isinstance(step, int) else None, is_save=True)
     # The number of this call takes a thread, which would compete with training: a lazy save asks for it later.
