@@ -333,6 +333,7 @@ def test_options_of_another_type_are_refused(tmp_path: Path, options: Any, shown
         lambda: bcp.save(tmp_path, state(), options=options),
         lambda: bcp.warm_up(state(), options=options),
         lambda: bcp.resume(tmp_path, state(), options=options),
+        lambda: bcp.recover(tmp_path, options=options),
     ):
         with pytest.raises(TypeError, match=rf"^options takes SaveOptions, not {shown}; .*: pass bcp\.SaveOptions\("):
             call()
