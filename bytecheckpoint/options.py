@@ -240,24 +240,27 @@ class LoadOptions:
         _check_positive("LoadOptions", "timeout_s", self.timeout_s)
 
 
-def given_or_default(options: object, kind: type[_Options]) -> _Options:
-    """Returns the options, or the defaults for None. Raises TypeError for anything that is not of this kind."""
+def given_or_default(options: object, kind: type[_Options], *, argument: str = "options") -> _Options:
+    """Returns the options, or the defaults for None. Raises TypeError, which names the argument, for anything that is
+    not of this kind.
+    """
     if options is None:
         return kind()
     if not isinstance(options, kind):
         name = kind.__name__
-        raise TypeError(
-            f"options takes {name}, not a value of type {type(options).__name__}; nothing was done: pass "
-            f"bcp.{name}(...)"
-        )
+        raise TypeError(f"{argument} takes {name}, not {_typed(options)}; nothing was done: pass bcp.{name}(...)")
     return options
+
+
+def _typed(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a value of type {type(value).__name__}"
 
 
 def _check_memory(value: object, codec: object) -> None:
     if value is None:
         return
     if not isinstance(value, Memory):
-        raise ValueError(f"memory takes a bcp.Memory, such as bcp.Memory(copies=1), or None, not {value!r}")
+        raise ValueError(f"memory takes a bcp.Memory, such as bcp.Memory(copies=1), or None, not {value!r:.100}")
     if codec != "none":
         raise ValueError(
             f"SaveOptions(codec={codec!r}) does not go with memory: what memory holds is the data file itself, which "

@@ -56,7 +56,7 @@ from bytecheckpoint.saving.prepare import PreparedSave, SnapshotKind, kind_of_sn
 from bytecheckpoint.saving.target import SaveCall, SaveOwner, SaveTarget, check_metadata, open_target
 from bytecheckpoint.saving.upload import write_upload_and_commit
 from bytecheckpoint.staging.memory_slots import MemoryPart, generation_of
-from bytecheckpoint.storage.credentials import showable_url
+from bytecheckpoint.storage.credentials import shown_path
 from bytecheckpoint.storage.layout import check_step, root_of
 
 logger = logging.getLogger("bytecheckpoint")
@@ -85,9 +85,9 @@ def run_save(
     """
     timer, process = PhaseTimer(), process_state()
     wait_until_numbered()
-    options, only_memory = where_to(to, options, str(path))
+    options, only_memory = where_to(to, options, shown_path(path))
     kind = kind_of_snapshot(options, async_save=async_save)
-    about = Subject(_shown(path), step if isinstance(step, int) else None, is_save=True)
+    about = Subject(shown_path(path), step if isinstance(step, int) else None, is_save=True)
     # The number of this call takes a thread, which would compete with training: a lazy save asks for it later.
     ranks = join_ranks(process_group, options.timeout_s, about=about, enters_later=kind == "lazy")
     call = SaveCall(ranks, about, timer)
@@ -123,11 +123,6 @@ def run_save(
         if not (async_save and process.saves.run_in_background(prepared, finish, slot)):
             process.saves.run_now(prepared.progress, finish, slot, raises=not async_save)
     return SaveHandle(prepared.progress)
-
-
-def _shown(path: object) -> str:
-    """Returns a path or a URL for messages; for anything else, which will be refused, its type."""
-    return showable_url(str(path)) if isinstance(path, (str, os.PathLike)) else f"a {type(path).__name__}"
 
 
 class _SavePlace(NamedTuple):
@@ -202,7 +197,7 @@ def run_load(
     started = time.monotonic()
     wait_until_numbered()
     wait_until_staged()  # a lazy save may still read the state that this load will change
-    about = Subject(_shown(path), step if isinstance(step, int) else None, is_save=False)
+    about = Subject(shown_path(path), step if isinstance(step, int) else None, is_save=False)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for the checkpoint in {about.path}", about=about):
         target = LoadTarget(root_of(path, role), wanted_step(step), storage_options)

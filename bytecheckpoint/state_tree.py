@@ -16,7 +16,8 @@ from bytecheckpoint.loading.mismatches import refuse_unused
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, retry_replaced, wanted_step
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
 from bytecheckpoint.loading.select import SelectionRequest, select
-from bytecheckpoint.options import LoadOptions
+from bytecheckpoint.options import LoadOptions, given_or_default
+from bytecheckpoint.storage.paths import path_text
 
 
 @retry_replaced
@@ -56,7 +57,8 @@ def load_tree(
         CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError, StorageError: As for `load`.
     """
     included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
-    source = open_alone(LoadTarget(os.fspath(path), wanted_step(step), storage_options), options or LoadOptions())
+    target = LoadTarget(path_text(path), wanted_step(step), storage_options)
+    source = open_alone(target, given_or_default(options, LoadOptions))
     manifest = source.manifest
     view = CheckpointView(manifest, rank=0, num_ranks=1, key_map=None, include=included, exclude=excluded)
     refuse_unused(view, source.path)

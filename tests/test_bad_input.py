@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -262,9 +264,20 @@ def test_a_framework_that_is_not_known(tmp_path: Path, call: Any, framework: str
     assert not (tmp_path / "new").exists()
 
 
-def test_a_step_passed_without_its_name_is_told_as_such(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [100, np.int64(100), torch.tensor(100)], ids=["int", "numpy", "tensor"])
+def test_a_step_passed_without_its_name_is_told_as_such(tmp_path: Path, step: Any) -> None:
     with pytest.raises(bcp.CheckpointMismatchError, match="pass step=100 by its name"):
-        bcp.save(tmp_path, state(), 100)  # type: ignore[arg-type]
+        bcp.save(tmp_path, state(), step)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [state(), np.ones(1000)], ids=["state", "array"])
+@pytest.mark.parametrize("argument", ["framework", "step", "role", "to", "metadata"])
+def test_a_message_does_not_show_all_of_a_wrong_argument(tmp_path: Path, argument: str, value: Any) -> None:
+    with pytest.raises(bcp.CheckpointError) as error:
+        bcp.save(tmp_path, state(), **{argument: value})
+    assert error.value.kind in {"conflict", "unsupported_value"}
+    assert len(str(error.value)) < 400
     assert list(tmp_path.iterdir()) == []
 
 
@@ -289,27 +302,68 @@ def test_the_state_passed_before_the_path_is_told_as_such(tmp_path: Path, call: 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("call", [bcp.save, bcp.load, bcp.open, bcp.latest], ids=lambda call: call.__name__)
+def test_a_state_in_place_of_the_path_of_a_memory_save_is_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match="the save to a dict was to go to memory"):
+        bcp.save(state(), tmp_path, to="memory")  # type: ignore[arg-type]
+
+
+OF_PATH = (bcp.save, bcp.load, bcp.open, bcp.latest, bcp.steps, bcp.delete, bcp.load_tree, bcp.CheckpointManager)
+
+
+@pytest.mark.parametrize("call", OF_PATH, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("path", [None, b"/tmp/bytes", 7], ids=repr)
 def test_a_path_of_another_type_is_refused(call: Any, path: Any) -> None:
     arguments = (path, state()) if call in {bcp.save, bcp.load} else (path,)
-    with pytest.raises(bcp.CheckpointMismatchError, match=rf"path takes a str .* of type {type(path).__name__}\b"):
+    pattern = rf"path takes a str .* of type {type(path).__name__}; .*: pass a folder or a URL"
+    with pytest.raises(bcp.CheckpointMismatchError, match=pattern):
         call(*arguments)
 
 
 @pytest.mark.parametrize(
-    "options", [{"timeout_s": 3.0}, bcp.LoadOptions(), bcp.SaveOptions], ids=["dict", "load", "class"]
+    ("options", "shown"),
+    [
+        ({"timeout_s": 3.0}, "a value of type dict"),
+        (bcp.LoadOptions(), "a value of type LoadOptions"),
+        (bcp.SaveOptions, "the class SaveOptions"),
+    ],
+    ids=["dict", "load", "class"],
 )
-def test_options_of_another_type_are_refused(tmp_path: Path, options: Any) -> None:
-    with pytest.raises(TypeError, match=r"options takes SaveOptions, .*: pass bcp\.SaveOptions\("):
-        bcp.save(tmp_path, state(), options=options)
-    assert list(tmp_path.iterdir()) == []
+def test_options_of_another_type_are_refused(tmp_path: Path, options: Any, shown: str) -> None:
     for call in (
-        lambda: bcp.load(tmp_path, state(), options=bcp.SaveOptions()),
-        lambda: bcp.open(tmp_path, options={}),
+        lambda: bcp.save(tmp_path, state(), options=options),
+        lambda: bcp.warm_up(state(), options=options),
+        lambda: bcp.resume(tmp_path, state(), options=options),
+        lambda: bcp.recover(tmp_path, options=options),
     ):
-        with pytest.raises(TypeError, match="options takes LoadOptions"):
+        with pytest.raises(TypeError, match=rf"^options takes SaveOptions, not {shown}; .*: pass bcp\.SaveOptions\("):
             call()
+    assert list(tmp_path.iterdir()) == []
+    for_saves: Any = bcp.SaveOptions()
+    for other in (
+        lambda: bcp.load(tmp_path, state(), options=for_saves),
+        lambda: bcp.open(tmp_path, options=for_saves),
+        lambda: bcp.load_tree(tmp_path, options=for_saves),
+    ):
+        with pytest.raises(TypeError, match=r"^options takes LoadOptions"):
+            other()
+    with pytest.raises(TypeError, match=r"^load_options takes LoadOptions"):
+        bcp.resume(tmp_path, state(), options=for_saves, load_options=for_saves)
+
+
+@pytest.mark.parametrize("bad", ["a state", 1.5], ids=repr)
+def test_a_manager_refuses_what_is_no_state(tmp_path: Path, bad: Any) -> None:
+    with bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(1)) as manager:
+        for call in (
+            partial(manager.save, 1, bad),
+            partial(manager.restore, bad),
+            partial(manager.log_data, 1, bad),
+            partial(manager.restore_data, bad),
+        ):
+            with pytest.raises(bcp.CheckpointSaveError, match=r"the state is a .* and no dict") as error:
+                call()
+            assert error.value.kind == "unsupported_value"
+        with pytest.raises(bcp.CheckpointSaveError, match="metadata cannot be written down"):
+            manager.save(1, state(), metadata=bad)
 
 
 @pytest.mark.parametrize(
@@ -357,3 +411,12 @@ def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     bcp.save("run/one", state(1.0))
     assert (tmp_path / "run/one/manifest.bcp").exists()
     assert bcp.open("run/one")["a"][3] == 1.0
+
+
+@pytest.mark.parametrize("name", ["model", "layers[0]"])
+def test_the_glob_that_is_advised_for_the_name_of_an_entry_matches(tmp_path: Path, name: str) -> None:
+    bcp.save(tmp_path, {name: {"a": torch.ones(3), "b": torch.ones(2)}})
+    with pytest.raises(bcp.CheckpointMismatchError, match="matches them") as error:
+        bcp.load_tree(tmp_path, include=name)
+    (advised,) = re.findall(r": '(\S+)' matches them", str(error.value))
+    assert set(bcp.load_tree(tmp_path, include=advised)[name]) == {"a", "b"}

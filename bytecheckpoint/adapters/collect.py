@@ -32,7 +32,7 @@ from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.adapters.shard_columns import ShardBlocks
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, check_has_memory
 from bytecheckpoint.adapters.stateful import StatefulEntry, is_stateful
-from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.info import DataReport
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, check_key, join_fqn, too_deep, unsupported
 
@@ -70,7 +70,7 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     """
     check_known(framework)
     if not isinstance(state, dict):
-        raise unsupported("the state", f"a {type(state).__name__} and no dict", 'pass a dict, as in {"model": model}')
+        raise _no_state(state)
     values = list(_walk_state(state))
     entries = [entry for each in values if each.kind != "optimizers" for entry in _entries_of(each, framework)]
     modules = [entry for entry in entries if isinstance(entry, _MODULES)]
@@ -97,6 +97,10 @@ class _Value(NamedTuple):
     found: Any
     """Result of the predicate of its kind; for plain data its container and its key there."""
     kind: _Kind
+
+
+def _no_state(state: object) -> CheckpointSaveError:
+    return unsupported("the state", f"a {type(state).__name__} and no dict", 'pass a dict, as in {"model": model}')
 
 
 def _walk_state(state: Mapping[str, Any]) -> Iterator[_Value]:
@@ -126,6 +130,8 @@ def _walk_item(container: Any, key: Any, value: Any, content: _Content, fqn: str
 
 def data_loaders_in(state: Mapping[str, Any]) -> dict[str, DataLoaderState]:
     """Returns the data loaders of a state by FQN. Raises CheckpointSaveError (unsupported_value) as a save does."""
+    if not isinstance(state, Mapping):
+        raise _no_state(state)
     return {each.fqn: each.value for each in _walk_state(state) if each.kind == "data"}
 
 

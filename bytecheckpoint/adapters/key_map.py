@@ -91,7 +91,7 @@ def _by_function(key_map: Callable[[str], object], fqn: str) -> str:
 
 def _rules(key_map: object) -> Iterable[object]:
     if isinstance(key_map, str) or not isinstance(key_map, Iterable):
-        raise _no_key_map(f"not {key_map!r}")
+        raise _no_key_map(f"not {key_map!r:.200}")
     return key_map
 
 
@@ -103,7 +103,7 @@ def _pair(rule: object) -> tuple[str, str]:
         first, second = rule
         if isinstance(first, str) and isinstance(second, str):
             return first, second
-    raise _no_key_map(f"not {rule!r}")
+    raise _no_key_map(f"not {rule!r:.200}")
 
 
 def _no_key_map(what: str) -> CheckpointMismatchError:
@@ -159,6 +159,6 @@ def listed_globs(option: str, globs: object) -> Sequence[str] | None:
     if len(listed) < len(given):
         odd = next(glob for glob in given if not isinstance(glob, str))
         raise CheckpointMismatchError(
-            f"{option} takes a glob of FQNs, or a list of them, not {odd!r}; nothing was changed", kind="conflict"
+            f"{option} takes a glob of FQNs, or a list of them, not {odd!r:.200}; nothing was changed", kind="conflict"
         )
     return listed

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from bytecheckpoint.distributed.blocks import COORDINATOR, RankBlocks, block_key, up_key
 from bytecheckpoint.distributed.failures import shown_ranks
@@ -17,7 +18,10 @@ from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
 logger = logging.getLogger("bytecheckpoint")
 
 LATE_S = 30.0
-"""Time after which the log names the ranks that have not made a call. Steps of ranks may differ by seconds."""
+"""Time of waiting after which the log names the ranks that have not made a call. Steps of ranks may differ by seconds.
+"""
+_WITNESS = 1
+"""The rank whose log names the coordinator, for which all others wait."""
 _END_OF_CALL = b"\0"
 """Ends the name of the call, with which the first message of each rank begins."""
 
@@ -26,18 +30,28 @@ class Attendance:
     """The ranks for which this one waits."""
 
     def __init__(
-        self, blocks: RankBlocks, global_ranks: Sequence[int], call: str, timeout_s: float, watch: PeerWatch | None
+        self,
+        blocks: RankBlocks,
+        global_ranks: Sequence[int],
+        timeout_s: float,
+        watch: PeerWatch | None,
+        *,
+        call: str,
+        has_called: Callable[[int], bool] | None,
     ) -> None:
-        """`call` is the name of the call. Without a `watch` a process that has ended is noticed only at the time
+        """`call` is the name of the call, and `has_called` tells of a rank of the group if it has made it; without that
+        the log names no rank that is late. Without a `watch` a process that has ended is noticed only at the time
         limit.
         """
         self._blocks = blocks
         self._global_ranks = global_ranks
-        self._call_name = call
         self._timeout_s = timeout_s
         self._watch = watch
-        self._began = time.monotonic()
-        self._has_warned = False
+        self._call_name = call
+        self._has_called = has_called
+        self._waits_since: float | None = None
+        """Time of the first look at others on the monotonic clock, not of the call: this rank may have been late."""
+        self._has_looked_for_late = False
         self.ended: list[int] = []
         """Ranks without which the call cannot go on, because their processes have ended."""
 
@@ -58,10 +72,10 @@ class Attendance:
 
     def look_for_senders(self, call: CallStore, number: int) -> bool:
         """Returns True if ranks have ended without sending this rank the message with this number; puts them into
-        `ended`. On the coordinator, warns once of ranks that are late with their first message.
+        `ended`. On the coordinator, warns once of ranks that have not made the call.
         """
-        if number == 0 and self._blocks.rank == COORDINATOR and time.monotonic() - self._began > LATE_S:
-            self._warn_of_late(call)
+        if number == 0 and self._blocks.rank == COORDINATOR:
+            self._warn_of_late(partial(self.find_absent, call, 0))
         keys = {
             rank: block_key(number, rank) if rank in self._blocks.leaders else up_key(number, rank)
             for rank in self.ended_among(self._blocks.senders(self._blocks.rank))
@@ -69,26 +83,35 @@ class Attendance:
         self.ended = [rank for rank, key in keys.items() if not call.is_set(key)]
         return bool(self.ended)
 
-    def _warn_of_late(self, call: CallStore) -> None:
-        late = [] if self._has_warned else self.find_absent(call, 0)
-        self._has_warned = True
-        if late:
+    def look_for_coordinator(self, number: int) -> bool:
+        """Returns True if the coordinator's process has ended. Only leaders and the ranks of the coordinator's own
+        block watch it; on all others this is always False. One rank warns once of a coordinator that has not made the
+        call; `number` is that of the message for which it waits.
+        """
+        if number == 0 and self._blocks.rank == _WITNESS:
+            self._warn_of_late(lambda: [COORDINATOR])
+        if self._blocks.is_leader or self._blocks.leader == COORDINATOR:
+            return bool(self.ended_among([COORDINATOR]))
+        return False
+
+    def _warn_of_late(self, find_silent: Callable[[], Sequence[int]]) -> None:
+        """Warns, LATE_S after the first call of this, of the silent ranks that have not made the call. A rank that has
+        made it may be silent for long, because it waits for its earlier save or looks through its state.
+        """
+        now, has_called = time.monotonic(), self._has_called
+        self._waits_since = now if self._waits_since is None else self._waits_since
+        if has_called is None or self._has_looked_for_late or now - self._waits_since < LATE_S:
+            return
+        self._has_looked_for_late = True
+        if late := [self._global_ranks[rank] for rank in find_silent() if not has_called(rank)]:
             logger.warning(
                 "%s waits for %s, which did not make this call within %.0f s: all ranks of the process group have to "
                 "make it. It fails after %g s (options.timeout_s)",
                 self._call_name,
-                shown_ranks([self._global_ranks[rank] for rank in late]),
+                shown_ranks(late),
                 LATE_S,
                 self._timeout_s,
             )
-
-    def has_coordinator_ended(self) -> bool:
-        """Returns True if the coordinator's process has ended. Only leaders and the ranks of the coordinator's own
-        block watch it; on all others this is always False.
-        """
-        if self._blocks.is_leader or self._blocks.leader == COORDINATOR:
-            return bool(self.ended_among([COORDINATOR]))
-        return False
 
     def find_absent(self, call: CallStore, number: int) -> list[int]:
         """Returns the ranks that have sent no message with this number; if all have, the leaders that have not

@@ -85,10 +85,11 @@ class GroupRanks:
         block_ranks: int,
         call: str,
         watch: PeerWatch | None,
+        has_called: Callable[[int], bool] | None = None,
     ) -> None:
         """`enter` returns the store of this call, and may wait for it up to a limit of its own; it is called when the
         store is first needed. `call` names the public function that was called, which has to be the same on all ranks.
-        Without a `watch` a rank that has died is noticed only when `timeout_s` has passed.
+        Without a `watch` a rank that died is noticed only when `timeout_s` has passed. `has_called`: see Attendance.
         """
         self._call_name = call
         self.rank = rank
@@ -97,7 +98,7 @@ class GroupRanks:
         self._enter = enter
         self._entered: CallStore | None = None
         self._blocks = RankBlocks(rank, self.num_ranks, block_ranks)
-        self._attendance = Attendance(self._blocks, global_ranks, call, timeout_s, watch)
+        self._attendance = Attendance(self._blocks, global_ranks, timeout_s, watch, call=call, has_called=has_called)
         self._timeout_s = timeout_s
         self._reply_timeout_s = timeout_s + min(timeout_s, MAX_GRACE_S)
         self._num_up = 0
@@ -378,7 +379,7 @@ class GroupRanks:
 
     def _note_end_of_coordinator(self, key: str) -> None:
         """Puts a message for all ranks in the coordinator's place if its process has ended."""
-        if self._attendance.has_coordinator_ended() and not self._call_store.is_set(key):
+        if self._attendance.look_for_coordinator(self._num_down) and not self._call_store.is_set(key):
             self._put(key, _ENDED)
 
     def _failures(self) -> list[CheckpointError]:

@@ -157,8 +157,21 @@ def join_ranks(
         call = call or ask()
         return _call_store(clients, call.result(timeout_s + _CATCH_UP_S))
 
+    def has_called(other: int) -> bool:
+        """Returns True if a rank of the group has asked for the number of this call, or of a later one."""
+        return call is not None and clients.store.add(_calls_key(other), 0) >= call.result(timeout_s)
+
     call_name = about.call or ("save" if about.is_save else "load")
-    return GroupRanks(enter, rank, global_ranks, timeout_s, block_ranks=BLOCK_RANKS, call=call_name, watch=watch)
+    return GroupRanks(
+        enter,
+        rank,
+        global_ranks,
+        timeout_s,
+        block_ranks=BLOCK_RANKS,
+        call=call_name,
+        watch=watch,
+        has_called=has_called,
+    )
 
 
 class GroupPeers(NamedTuple):

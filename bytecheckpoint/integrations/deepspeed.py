@@ -24,7 +24,7 @@ from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundErr
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder, folder_at
-from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.saving.handle import SaveHandle
 
 try:
@@ -88,7 +88,7 @@ def save_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
     """
     if not os.fspath(save_dir):
         raise ValueError(f"save_dir takes a folder or a URL, not {save_dir!r}")
-    options = options or SaveOptions()
+    options = given_or_default(options, SaveOptions)
     name = str(tag) if tag is not None else f"global_step{engine.global_steps}"
     state: dict[str, Any] = {"model": _TrainedEngine(engine) if exclude_frozen_parameters else engine}
     if _has_optimizer(engine):
@@ -156,7 +156,7 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
             "loaded: use bytecheckpoint.load with key_map, or include and exclude",
             kind="conflict",
         )
-    options = options or LoadOptions()
+    options = given_or_default(options, LoadOptions)
     folder = folder_at(load_dir, LATEST, storage_options=storage_options, timeout_s=options.timeout_s)
     found = folder.decide_together(lambda: _find(folder, tag), _Found)
     if not found.name:

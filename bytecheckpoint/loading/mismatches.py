@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -223,7 +224,7 @@ def _unused_text(rule: UnusedRule, stored: CheckpointView) -> str:
     text = f"{rule} matches nothing in the checkpoint"
     if wanted in around:
         below = min(name for name in names if name.startswith(f"{wanted}."))
-        advice = "" if rule.option == "key_map" else f": {wanted + '.*'!r} matches them"
+        advice = "" if rule.option == "key_map" else f": {glob.escape(wanted) + '.*'!r} matches them"
         return f"{text}, which has names below it, as {below}{advice}"
     candidates = sorted(names | around, key=len)[:_NUM_MATCHED]
     near = get_close_matches(wanted.rstrip(".*"), candidates, n=1, cutoff=0.5)

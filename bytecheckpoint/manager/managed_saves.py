@@ -223,7 +223,7 @@ class ManagedSaves:
         CheckpointMismatchError (conflict) if `metadata` has metrics.
         """
         self.prepared.raise_failure(step)
-        if metadata and "metrics" in metadata:
+        if isinstance(metadata, Mapping) and "metrics" in metadata:
             raise CheckpointMismatchError(
                 'metadata["metrics"] is the place of metrics: pass metrics=...; nothing was saved', kind="conflict"
             )

@@ -83,8 +83,8 @@ def check_options(options: object) -> ManagerOptions:
     """Returns the options, or the defaults for None. Raises TypeError for anything else."""
     if options is not None and not isinstance(options, ManagerOptions):
         raise TypeError(
-            f"options takes ManagerOptions, not {options!r}: those of saves and loads go into ManagerOptions(save=..., "
-            "load=...)"
+            f"options takes ManagerOptions, not {options!r:.100}: those of saves and loads go into "
+            "ManagerOptions(save=..., load=...)"
         )
     return options or ManagerOptions()
 
@@ -103,7 +103,7 @@ def _wrong_policy(name: str, value: object, takes: str, *, other: str, method: s
         advice = f": this one decides what to {other}, so pass it as {other}="
     elif isinstance(value, type):
         advice = ": this is the class; call it"
-    return f"{name} takes {takes}, not {value!r}{advice}"
+    return f"{name} takes {takes}, not {value!r:.100}{advice}"
 
 
 def is_policy(value: object, method: str) -> bool:
@@ -121,7 +121,7 @@ def _is_count(value: object) -> bool:
 
 def _check(name: str, value: object, is_valid: bool, takes: str) -> None:  # noqa: FBT001 - the outcome of a check
     if not is_valid:
-        raise ValueError(f"ManagerOptions.{name} takes {takes}, not {value!r}")
+        raise ValueError(f"ManagerOptions.{name} takes {takes}, not {value!r:.100}")
 
 
 def _are_signals(names: object) -> bool:

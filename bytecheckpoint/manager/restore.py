@@ -114,7 +114,7 @@ def given_step(step: object, *, takes: str = "the manager takes the number of a 
         checked = None
     if checked is None:
         raise CheckpointMismatchError(
-            f"{takes}, an integer from 0 to 2^63 - 1, and not {step!r}; nothing was changed", kind="conflict"
+            f"{takes}, an integer from 0 to 2^63 - 1, and not {step!r:.100}; nothing was changed", kind="conflict"
         )
     return checked
 

@@ -30,15 +30,16 @@ logger = logging.getLogger("bytecheckpoint")
 DESTINATIONS = ("storage", "memory")
 
 
-def where_to(to: str, options: SaveOptions, path: str) -> tuple[SaveOptions, bool]:
+def where_to(to: object, options: SaveOptions, path: str) -> tuple[SaveOptions, bool]:
     """Returns the options of a save that goes to `to`, and True if that is memory only. The options for memory have no
     local stage and reuse no files.
 
     Raises CheckpointMismatchError (conflict), which is a ValueError, for another `to` than `storage` and `memory`, and
     for `memory` if the options have none.
     """
-    if to not in DESTINATIONS:
-        raise CheckpointMismatchError(f"to takes 'storage' or 'memory', not {to!r}; nothing was saved", kind="conflict")
+    if not isinstance(to, str) or to not in DESTINATIONS:
+        what = f"to takes 'storage' or 'memory', not {to!r:.100}; nothing was saved"
+        raise CheckpointMismatchError(what, kind="conflict")
     if to == "storage":
         return options, False
     if options.memory is None:

@@ -24,7 +24,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.info import Outcome, RecoveredSave
 from bytecheckpoint.manifest import decode_manifest
-from bytecheckpoint.options import SaveOptions
+from bytecheckpoint.options import SaveOptions, given_or_default
 from bytecheckpoint.planner.recovery_plan import (
     RecoveryPlan,
     RecoveryTask,
@@ -36,7 +36,7 @@ from bytecheckpoint.planner.recovery_plan import (
 from bytecheckpoint.saving.in_flight import wait_until_numbered
 from bytecheckpoint.saving.local_stage import upload_files
 from bytecheckpoint.storage import deletion, layout, stage_folder
-from bytecheckpoint.storage.credentials import showable_url
+from bytecheckpoint.storage.credentials import shown_path
 from bytecheckpoint.storage.inventory import checkpoint_in_the_way
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
@@ -75,8 +75,9 @@ def recover(
         CheckpointMismatchError: There is no `options.local_stage`, or ranks were given different paths.
         CheckpointSaveError, StorageError: As for `save`. Nothing is lost: call it again.
     """
+    options = given_or_default(options, SaveOptions)
     wait_until_numbered()
-    about = Subject(showable_url(str(path)), None, is_save=True, call="recover")
+    about = Subject(shown_path(path), None, is_save=True, call="recover")
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for what saves to {about.path} left in the local stage", about=about):
         if options.local_stage is None:

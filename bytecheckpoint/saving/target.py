@@ -146,7 +146,7 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     try:
         encoded = msgspec.msgpack.encode(dict(metadata or {}))
         decoded: dict[str, Any] = msgspec.msgpack.decode(encoded, type=dict[str, Any])
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CheckpointSaveError(
             f"metadata cannot be written down: {error}; nothing was written: use str keys, and None, bool, int, float, "
             "str, bytes, lists and dicts as values",

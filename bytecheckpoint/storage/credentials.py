@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,11 @@ _PASSWORDS = {"username": "password", "user": "password", "key": "secret"}
 _MIN_PART = 4
 """Shortest part of a secret that counts as a secret itself, in characters: shorter parts occur in ordinary words."""
 _MAX_SHOWN = 500
+
+
+def shown_path(path: object) -> str:
+    """Returns a path or a URL for messages, without credentials; for anything else, which will be refused, its type."""
+    return showable_url(str(path)) if isinstance(path, (str, os.PathLike)) else f"a {type(path).__name__}"
 
 
 def showable_url(url: str) -> str:

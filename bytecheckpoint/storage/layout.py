@@ -59,15 +59,15 @@ def parse_step(name: str) -> int | None:
     return step if step is not None and step_folder(step) == name else None
 
 
-def root_of(path: str | os.PathLike[str], role: str | None) -> str:
+def root_of(path: str | os.PathLike[str], role: object) -> str:
     """Returns the path, or the folder of the role under it. Raises CheckpointMismatchError (conflict), which is a
     ValueError, for a role that is not a folder name.
     """
     root = path_text(path)
     if role is None:
         return root
-    if not role or role in {".", ".."} or set(role) & set("/\\:\0"):
-        what = f"a role is the name of a folder, without slashes or colons, not {role!r}; nothing was changed"
+    if not isinstance(role, str) or not role or role in {".", ".."} or set(role) & set("/\\:\0"):
+        what = f"a role is the name of a folder, without slashes or colons, not {role!r:.100}; nothing was changed"
         raise CheckpointMismatchError(what, kind="conflict")
     return join_name(root, role)
 
@@ -81,7 +81,7 @@ def check_step(step: object) -> int | None:
         return None
     number = integer_of(step)
     if number is None or not 0 <= number < 1 << 63:
-        what = f"a step is an integer from 0 to 2^63 - 1, or None, not {step!r}; nothing was changed"
+        what = f"a step is an integer from 0 to 2^63 - 1, or None, not {step!r:.100}; nothing was changed"
         raise CheckpointMismatchError(what, kind="conflict")
     return number
 

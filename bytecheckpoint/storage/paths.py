@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
 
 from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
 from bytecheckpoint.manifest.validation import UNSAFE_NAME
@@ -26,11 +27,10 @@ def path_text(path: object) -> str:
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str):
-        raise CheckpointMismatchError(
-            f"path takes a str or an os.PathLike, not a value of type {type(path).__name__}; nothing was done: the "
-            "path is the first argument, the state the second",
-            kind="conflict",
-        )
+        what = f"path takes a str or an os.PathLike, not a value of type {type(path).__name__}; nothing was done"
+        is_state = isinstance(path, Mapping)
+        advice = "the path is the first argument, the state the second" if is_state else "pass a folder or a URL"
+        raise CheckpointMismatchError(f"{what}: {advice}", kind="conflict")
     return text
 
 

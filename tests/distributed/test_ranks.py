@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed import attendance
 from bytecheckpoint.distributed import departures as departures_module
 from bytecheckpoint.distributed import key_value_ranks as key_value_ranks_module
+from bytecheckpoint.distributed.attendance import Attendance
+from bytecheckpoint.distributed.blocks import RankBlocks
 from bytecheckpoint.distributed.departures import Departures
 from bytecheckpoint.distributed.failures import decode_failure, encode_failure, merge_errors
 from bytecheckpoint.distributed.key_value_ranks import GroupRanks
@@ -50,11 +53,22 @@ def call_store(store: Any) -> CallStore:
     return CallStore(WaitingClients(store, 2))
 
 
-def on_all(function: Callable[[Ranks], Any], timeout_s: float = 20.0) -> list[Any]:
+def on_all(
+    function: Callable[[Ranks], Any], timeout_s: float = 20.0, has_called: Callable[[int], bool] | None = None
+) -> list[Any]:
     """What the function returns or raises on each of three ranks."""
     store = HashStore()
     ranks = [
-        GroupRanks(lambda: call_store(store), rank, NAMES, timeout_s, block_ranks=64, call="save", watch=None)
+        GroupRanks(
+            lambda: call_store(store),
+            rank,
+            NAMES,
+            timeout_s,
+            block_ranks=64,
+            call="save",
+            watch=None,
+            has_called=has_called,
+        )
         for rank in range(len(NAMES))
     ]
 
@@ -318,28 +332,70 @@ def test_a_rank_that_never_comes_is_named_by_its_global_rank() -> None:
     assert (type(first), first.kind, first.ranks) == (CheckpointSaveError, "rank_missing", (5,))
 
 
+def late_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "did not make this call" in record.getMessage()]
+
+
+@pytest.mark.parametrize(("late", "name"), [(0, 4), (1, 5), (2, 9)])
 def test_a_rank_that_is_late_is_named_in_the_log_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, late: int, name: int
 ) -> None:
     monkeypatch.setattr(attendance, "LATE_S", 0.1)
 
-    def warnings() -> list[str]:
-        return [record.getMessage() for record in caplog.records if "did not make this call" in record.getMessage()]
-
     def one_is_late(ranks: Ranks) -> Any:
-        if ranks.rank == 1:
+        if ranks.rank == late:
             deadline = time.monotonic() + 60
-            while not warnings() and time.monotonic() < deadline:
+            while not late_warnings(caplog) and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(0.6)  # the others look twice more
         ranks.gather(b"")
         return ranks.broadcast(b"fine")
 
     with caplog.at_level("WARNING", logger="bytecheckpoint"):
-        assert on_all(one_is_late, timeout_s=100.0) == [b"fine"] * 3
-    (text,) = warnings()
-    assert text.startswith("save waits for rank 5, which did not make this call")
+        assert on_all(one_is_late, 100.0, lambda rank: rank != late) == [b"fine"] * 3
+    (text,) = late_warnings(caplog)
+    assert text.startswith(f"save waits for rank {name}, which did not make this call")
     assert "100 s" in text
+
+
+def test_a_rank_that_has_made_the_call_and_takes_long_is_not_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attendance, "LATE_S", 0.1)
+    asked: set[int] = set()
+
+    def has_called(rank: int) -> bool:
+        asked.add(rank)
+        return True
+
+    def one_prepares(ranks: Ranks) -> Any:
+        if ranks.rank == 1:
+            deadline = time.monotonic() + 60
+            while 1 not in asked and time.monotonic() < deadline:
+                time.sleep(0.01)
+        ranks.gather(b"")
+        return ranks.broadcast(b"fine")
+
+    with caplog.at_level("WARNING", logger="bytecheckpoint"):
+        assert on_all(one_prepares, 100.0, has_called) == [b"fine"] * 3
+    assert 1 in asked
+    assert late_warnings(caplog) == []
+
+
+def test_the_time_of_a_late_rank_counts_from_the_begin_of_the_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(attendance, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    waiting = Attendance(RankBlocks(0, 3, 64), NAMES, 600.0, None, call="save", has_called=lambda _: False)
+    with caplog.at_level("WARNING", logger="bytecheckpoint"):
+        for clock[0] in (200.0, 229.0):  # before, an earlier save was under way
+            assert not waiting.look_for_senders(call_store(HashStore()), 0)
+        assert late_warnings(caplog) == []
+        for clock[0] in (231.0, 300.0):
+            waiting.look_for_senders(call_store(HashStore()), 0)
+    (text,) = late_warnings(caplog)
+    assert "ranks [5, 9]" in text
 
 
 def test_a_coordinator_that_never_comes_is_named() -> None:

@@ -29,12 +29,12 @@ FRAMEWORKS: tuple[str, ...] = get_args(Framework)
 
 def check_known(framework: object) -> None:
     """Raises CheckpointMismatchError (conflict) for a framework that is not in FRAMEWORKS."""
-    if framework not in FRAMEWORKS:
-        advice = (
-            f"one of {', '.join(FRAMEWORKS)}" if integer_of(framework) is None else f"step={framework!r} by its name"
-        )
+    if not isinstance(framework, str) or framework not in FRAMEWORKS:
+        step = integer_of(framework)
+        advice = f"one of {', '.join(FRAMEWORKS)}" if step is None else f"step={step} by its name"
         raise CheckpointMismatchError(
-            f"framework={framework!r} is not known to this release; nothing was changed: pass {advice}", kind="conflict"
+            f"framework={framework!r:.100} is not known to this release; nothing was changed: pass {advice}",
+            kind="conflict",
         )
 
 

@@ -25,7 +25,7 @@ from bytecheckpoint.integrations.shared.missing_framework import missing_framewo
 from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolders
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manifest.plain_wire import join_fqn
-from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.layout import MANIFEST_NAME
@@ -297,7 +297,7 @@ def _decide(root: str, arguments: Mapping[str, Any], default: SaveOptions | Load
 
 
 def _decisions(path: str, arguments: Mapping[str, Any], default: SaveOptions | LoadOptions) -> Decisions:
-    timeout_s = (arguments.get("options") or default).timeout_s
+    timeout_s = given_or_default(arguments.get("options"), type(default)).timeout_s
     return Decisions(arguments.get("process_group"), path, timeout_s=timeout_s)
 
 

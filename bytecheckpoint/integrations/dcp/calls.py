@@ -40,7 +40,7 @@ from bytecheckpoint.integrations.dcp.storage import (
 )
 from bytecheckpoint.integrations.dcp.torch_keywords import stages_later, with_writers_keywords
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together
-from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.runtime.threads import shared_threads
 from bytecheckpoint.saving.handle import SaveHandle
 
@@ -189,8 +189,9 @@ def load(
     if planner is not None:
         refuse_other(DefaultLoadPlanner, planner, LOAD_PLANNER_ADVICE)
         ignored |= {"missing_key"} if planner.allow_partial_load else set()  # type: ignore[attr-defined]
-    if options is None:
-        options = storage_reader.options if isinstance(storage_reader, BcpStorageReader) else LoadOptions()
+    if options is None and isinstance(storage_reader, BcpStorageReader):
+        options = storage_reader.options
+    options = given_or_default(options, LoadOptions)
     shown = _shown(state_dict)
     with _ranks_of(process_group, storage_reader, no_dist=no_dist) as group:
         phases.run_load(
@@ -327,8 +328,10 @@ def _save_options(writer: object, options: SaveOptions | None) -> SaveOptions:
     writer say. Without a keyword `overwrite`, that option is True.
     """
     if not isinstance(writer, BcpStorageWriter):
-        return replace(options or SaveOptions(), overwrite=True)
-    return writer.options if options is None else with_writers_keywords(options, writer.keywords)
+        return replace(given_or_default(options, SaveOptions), overwrite=True)
+    if options is None:
+        return writer.options
+    return with_writers_keywords(given_or_default(options, SaveOptions), writer.keywords)
 
 
 @contextmanager

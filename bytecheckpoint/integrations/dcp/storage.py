@@ -35,7 +35,7 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import SelectionRequest, select
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef
-from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.region import Region
 from bytecheckpoint.saving.handle import SaveHandle
 
@@ -140,7 +140,7 @@ class BcpStorageWriter(StorageWriter):
         """
         self.path = path
         self.keywords = of_file_system_writer
-        self.options = with_writers_keywords(options or SaveOptions(), self.keywords)
+        self.options = with_writers_keywords(given_or_default(options, SaveOptions), self.keywords)
         self.storage_options = storage_options
         self.process_group = process_group
         self._uses_collectives = True
@@ -266,7 +266,7 @@ class BcpStorageReader(StorageReader):
     ) -> None:
         check_keywords("BcpStorageReader", of_file_system_reader, set())
         self.path = path
-        self.options = options or LoadOptions()
+        self.options = given_or_default(options, LoadOptions)
         self.storage_options = storage_options
         self._source: Source | None = None
         self._rank = 0

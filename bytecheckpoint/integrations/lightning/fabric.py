@@ -17,7 +17,7 @@ from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.lightning.model_state import module_or_part
 from bytecheckpoint.integrations.lightning.saves import SaveInFlight, refuse_deepspeed
 from bytecheckpoint.integrations.shared.mark import marked
-from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.state_tree import load_tree
 
 
@@ -42,7 +42,7 @@ class BcpFabricMixin(Strategy):
         refuse_deepspeed(self, DeepSpeedStrategy)
         super().__init__(*args, **kwargs)
         self.bcp_async_save = async_save
-        self.bcp_options = replace(options or SaveOptions(), overwrite=True)
+        self.bcp_options = replace(given_or_default(options, SaveOptions), overwrite=True)
         self.bcp_storage_options = storage_options
         self._bcp_saves = SaveInFlight()
 

@@ -44,7 +44,7 @@ from bytecheckpoint.integrations.lightning.saves import SaveInFlight, refuse_dee
 from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.manager.agreement.decisions import Decisions
-from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.storage.credentials import showable_url
 
 
@@ -76,7 +76,7 @@ class BcpStrategyMixin(Strategy):
         refuse_deepspeed(self, DeepSpeedStrategy)
         super().__init__(*args, **kwargs)
         self.bcp_async_save = async_save
-        self.bcp_options = replace(options or SaveOptions(), overwrite=True)
+        self.bcp_options = replace(given_or_default(options, SaveOptions), overwrite=True)
         self.bcp_storage_options = storage_options
         self.bcp_exception_timeout_s = exception_timeout_s
         self._bcp_saves = SaveInFlight()

@@ -30,7 +30,7 @@ from bytecheckpoint.integrations.megatron.plain import plain_arguments, with_cla
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.tracked_folder import folder_at
-from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage.credentials import showable_url
 
@@ -110,7 +110,7 @@ def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
         StorageError: The checkpoint is committed, and the tracker file could not be written; and others of the store.
         CheckpointError: As `bytecheckpoint.save` raises it.
     """
-    args, options = get_args(), options or SaveOptions()
+    args, options = get_args(), given_or_default(options, SaveOptions)
     _refuse_unsupported(args, others, kind=args.non_persistent_ckpt_type if non_persistent_ckpt else None)
     root = non_persistent_root(args, args.save) if non_persistent_ckpt else args.save
     folder = folder_at(root, TRACKER, storage_options=storage_options, timeout_s=options.timeout_s)
@@ -198,7 +198,7 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
         CheckpointError: As `bytecheckpoint.load` raises it.
         AssertionError: The arguments are those of another model.
     """
-    args, options = get_args(), options or LoadOptions()
+    args, options = get_args(), given_or_default(options, LoadOptions)
     _refuse_unsupported(args, others, kind=args.non_persistent_ckpt_type)
     first = folder_at("", TRACKER, storage_options=storage_options, timeout_s=options.timeout_s)
     found = first.decide_together(lambda: find(args, getattr(args, load_arg), first), FoundIteration)

@@ -14,7 +14,7 @@ from bytecheckpoint.integrations.shared.missing_framework import missing_framewo
 from bytecheckpoint.integrations.shared.model_weights import save_weights
 from bytecheckpoint.integrations.verl.role_manager import RoleManager
 from bytecheckpoint.integrations.verl.steps import metadata_of
-from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 
 try:
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
@@ -146,5 +146,5 @@ def install(*, options: SaveOptions | None = None, load_options: LoadOptions | N
         managers.append(import_module("bytecheckpoint.integrations.verl.megatron_parts").BcpMegatronCheckpointManager)
         vars(megatron_engine)["MegatronCheckpointManager"] = managers[-1]
     for manager in managers:
-        manager.bcp_options = options or SaveOptions()
-        manager.bcp_load_options = load_options or LoadOptions()
+        manager.bcp_options = given_or_default(options, SaveOptions)
+        manager.bcp_load_options = given_or_default(load_options, LoadOptions, argument="load_options")

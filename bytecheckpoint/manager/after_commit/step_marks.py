@@ -101,8 +101,8 @@ def _checked_seconds(seconds: object) -> float:
     given = float(seconds) if isinstance(seconds, SupportsFloat) and not isinstance(seconds, bool) else math.nan
     if not (math.isfinite(given) and given > 0):
         raise CheckpointMismatchError(
-            f"lease(step, seconds) takes a number of seconds above 0, not {seconds!r}; nothing was changed: to keep a "
-            "step for ever, pin it",
+            f"lease(step, seconds) takes a number of seconds above 0, not {seconds!r:.100}; nothing was changed: to "
+            "keep a step for ever, pin it",
             kind="conflict",
         )
     return given

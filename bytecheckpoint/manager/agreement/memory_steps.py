@@ -21,7 +21,7 @@ from bytecheckpoint.manager.options import ManagerOptions, is_policy
 from bytecheckpoint.manager.restore import is_latest
 from bytecheckpoint.manager.save_policies import EverySteps, SavePolicy
 from bytecheckpoint.manager.step_info import StepInfo
-from bytecheckpoint.options import Memory
+from bytecheckpoint.options import LoadOptions, Memory, given_or_default
 from bytecheckpoint.runtime.integers import integer_of
 from bytecheckpoint.saving.handle import SaveHandle
 
@@ -162,7 +162,7 @@ class MemorySteps:
         """Loads the newest version that memory or storage hold of the branch that training is on; returns None if there
         is none.
         """
-        load_options = as_load.pop("options")
+        load_options = given_or_default(as_load.pop("options"), LoadOptions)
         read_abandoned = partial(abandoned_steps.present_abandoned, self._run.store, self._saves.new_branch)
         return phases.run_resume(
             self._run.root,
