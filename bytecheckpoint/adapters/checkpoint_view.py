@@ -273,8 +273,7 @@ class CheckpointView:
         """Returns the part of the plain data whose leaves are at or below this state FQN; None without such a part."""
         source = self._sources.get(fqn)
         if source is None:
-            prefix = f"{fqn}." if fqn else ""
-            below = ((name[len(fqn) :], leaf) for name, leaf in self._sources.items() if name.startswith(prefix))
+            below = ((at[len(fqn) :], to) for at, to in self._sources.items() if not fqn or at.startswith(f"{fqn}."))
             source = next((leaf.removesuffix(path) for path, leaf in below if leaf.endswith(path)), None)
         tree = None if source is None else self._tree_at(source)
         return None if source is None or tree is None else StoredTree(source, tree, is_taken=True)
