@@ -31,7 +31,7 @@ class ShuffleBuffer:
             source: a sequence or an iterable, as in `Streams`. Its samples are saved while they are in the buffer:
                 plain data, tensors and arrays.
             size: the number of samples to draw from.
-            seed: another order for another seed.
+            seed: another order for another seed. A load needs the same `size` and `seed`.
 
         Raises:
             ValueError: `size` is below 1, or the source cannot be read, or is `Streams`: wrap the source of each
@@ -42,6 +42,8 @@ class ShuffleBuffer:
         if size < 1:
             raise ValueError(f"a ShuffleBuffer has room for {size} samples; it needs 1 or more")
         self.wrapped_source = source
+        self.name_of_positions = f"{type(self).__name__}[{size}, seed {seed}]"
+        """Name that is saved with positions: the samples before one follow from size and seed."""
         self.snapshot_interval = size
         """Least number of samples between two snapshots in the course of an epoch, since each holds the whole buffer.
         Its end and a save take others."""

@@ -231,6 +231,10 @@ class IterableCursor:
     def lose_place(self) -> None:
         self._iterator = self._place = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Iterators cannot be sent, and what is sent of the source stands wherever it was read to.
+        return {**self.__dict__, "_iterator": None, "_place": None}
+
     def _seek(self, at: StreamPosition) -> None:
         self._open(at)
         while self._place is not None and self._place < at.place:
