@@ -109,7 +109,6 @@ class BcpStrategyMixin(Strategy):
         if original is None:
             # After training, the caller may read the checkpoint at once: nothing would wait for the save.
             is_async = self.bcp_async_save and self._bcp_trainer().state.status == TrainerStatus.RUNNING
-            self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
             self._bcp_save(checkpoint, given, storage_options or self.bcp_storage_options, is_async=is_async)
             return
         try:
@@ -128,6 +127,8 @@ class BcpStrategyMixin(Strategy):
         self, checkpoint: dict[str, Any], given: str, storage_options: Mapping[str, Any] | None, *, is_async: bool
     ) -> None:
         path, source = self._bcp_decide("naming a checkpoint", lambda: self._bcp_place(given), tuple[str, str])
+        if not (source and is_async):  # a copy is made after the save in flight, which training need not wait for
+            self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
         if source:
             self._bcp_saves.copy(source, path, storage_options, timeout_s=self.bcp_options.timeout_s)
             return
@@ -212,9 +213,7 @@ class BcpStrategyMixin(Strategy):
         checkpoint = self._bcp_load(found, is_fitting=trainer.state.fn == TrainerFn.FITTING)
         callbacks = checkpoint.get("callbacks", {})
         lasting = self._bcp_decide(
-            "looking for checkpoints",
-            lambda: lasting_paths(trainer, callbacks, found.path, options),
-            list[str],
+            "looking for checkpoints", lambda: lasting_paths(trainer, callbacks, found.path, options), list[str]
         )
         drop_gone_paths(trainer, callbacks, found.path, lasting)
         return checkpoint
