@@ -114,8 +114,8 @@ def check_source(name: str, source: Any) -> None:
 
 
 def source_name(source: Any) -> str:
-    """Returns the name of a source's class with all that a position depends on, and in brackets the name of the source
-    that it reads from.
+    """Returns the name of a source's class with all that a position depends on, and in parentheses the name of the
+    source that it reads from.
     """
     inner = getattr(source, "wrapped_source", None)
     name = getattr(source, "name_of_positions", type(source).__name__)

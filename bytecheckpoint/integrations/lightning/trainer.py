@@ -90,7 +90,7 @@ class BcpStrategyMixin(Strategy):
     # What `Trainer.save_checkpoint` asks for.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the live tensors, for hooks to look at and choose from; an empty dict under FSDP1: no gather."""
+        """Returns the live tensors, for hooks to choose from; an empty dict under FSDP1, which would gather them."""
         is_gathered = isinstance(self.model, FullyShardedDataParallel)
         self._bcp_shown = {} if is_gathered else dict(self._bcp_module().state_dict())
         return dict(self._bcp_shown)

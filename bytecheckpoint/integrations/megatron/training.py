@@ -243,7 +243,7 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
 
 
 class _RerunState:
-    """The state machine by which Megatron repeats a step that looked wrong; only to load."""
+    """Target of a load for the state machine by which Megatron repeats a step that looked wrong."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
