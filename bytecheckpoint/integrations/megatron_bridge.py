@@ -18,6 +18,7 @@ from bytecheckpoint.integrations.megatron.folder import (
     TRACKER,
     VERSION,
     FoundIteration,
+    check_has_positions,
     find,
     name_of,
     non_persistent_root,
@@ -111,6 +112,8 @@ class BcpBridgeManager:
             return step, num_operations
         reached = _reached(found, train_state.state_dict())
         is_resumed = not (config.finetune or found.is_pretrained)
+        if is_resumed:
+            check_has_positions(found, "set finetune=True to do so")
         with_optimizer = is_resumed and config.load_optim
         state: dict[str, Any] = {"model": ctx.model}
         state |= optimizer_state(ctx.optimizer, ctx.opt_param_scheduler) if with_optimizer else {}
