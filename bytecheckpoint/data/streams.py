@@ -138,8 +138,8 @@ class Streams(IterableDataset[Any]):
         return {"kind": "streams"}
 
     def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Raises CheckpointMismatchError (conflict) for an unknown id, a state that does not fit the source, or a shared
-        state of another kind of loader.
+        """Raises CheckpointMismatchError (conflict) for an unknown id, a state that does not fit the source, or that of
+        another kind of loader.
         """
         self._checked(streams, shared)
 

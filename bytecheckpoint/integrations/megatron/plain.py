@@ -60,7 +60,9 @@ def with_classes(value: Any, module: Any) -> Any:
 def _class_of(name: str, module: Any) -> Any:
     kind = vars(module).get(name)
     # Hazard: the checkpoint says what is called here.
-    if isinstance(kind, type) and (issubclass(kind, enum.Enum) or (issubclass(kind, tuple) and hasattr(kind, "_fields"))):
+    if isinstance(kind, type) and (
+        issubclass(kind, enum.Enum) or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+    ):
         return kind
     raise CheckpointMismatchError(
         f"the checkpoint names {name!r:.200}, which is no enum or named tuple of the {module.__name__} that is "

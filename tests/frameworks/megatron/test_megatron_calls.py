@@ -152,10 +152,12 @@ def load_without_positions(rank: int, world_size: int, folder: str) -> None:
         if rank == 0:
             Path(folder, TRACKER).write_text("7")
         dist.barrier()
-    with training(folder) as (_, built, _, load):
-        with pytest.raises(bcp.CheckpointMismatchError, match="has no iteration and no counts of samples"):
-            load(built.chunks, built.optimizer, None)
-    with training(folder, override_ckpt_iteration=7) as (args, built, _, load):
+    with (
+        training(folder) as (_, built, _, load),
+        pytest.raises(bcp.CheckpointMismatchError, match="has no iteration and no counts of samples"),
+    ):
+        load(built.chunks, built.optimizer, None)
+    with training(folder, override_ckpt_iteration=7) as (_, built, _, load):
         assert load(built.chunks, built.optimizer, None)[0] == 7
         assert differences(built) == []
     with training(folder, finetune=True) as (_, built, _, load):
