@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from data.sample_sources import KINDS, EpochOrder, Lines, Records, documents, passes, plain
@@ -334,6 +335,26 @@ def test_a_buffer_of_another_order_is_refused(wrap: Any, other: dict[str, int]) 
         load(streams(**other), saved, 0, 1)
     saved["a"]["source"] = saved["a"]["source"].replace("[4, seed 1]", "")  # as earlier versions have named it
     load(streams(4, 1), saved, 0, 1)
+
+
+def test_integers_of_numpy_are_taken_by_buffers_as_others_are() -> None:
+    plain_one = Packer(ShuffleBuffer([[1, 2], [3], [4, 5]], 2, seed=3), 2)
+    of_numpy = Packer(ShuffleBuffer([[1, 2], [3], [4, 5]], np.int64(2), seed=np.int64(3)), np.int32(2))  # type: ignore[arg-type]
+    first, second = (Streams({"a": each}, rank=0, size=1) for each in (plain_one, of_numpy))
+    load(second, state_of(first), 0, 1)
+    assert list(map(plain, second)) == list(map(plain, first))
+
+
+@pytest.mark.parametrize("arguments", [{"size": 2.0}, {"size": 2, "seed": None}, {"size": True}])
+def test_a_buffer_whose_size_or_seed_is_no_integer_is_refused_at_once(arguments: Any) -> None:
+    with pytest.raises(ValueError, match="size and seed of a ShuffleBuffer are integers, not"):
+        ShuffleBuffer([1], **arguments)
+
+
+@pytest.mark.parametrize("length", [0, 2.0, True])
+def test_rows_of_no_whole_number_of_tokens_are_refused_at_once(length: Any) -> None:
+    with pytest.raises(ValueError, match="a row has a whole number of them, 1 or more"):
+        Packer([[1]], length)
 
 
 def test_sources_do_not_see_that_they_are_read_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
