@@ -132,12 +132,18 @@ def inexact_reason(source: Any) -> str | None:
     """Returns why a source does not go on exactly where its state was taken; None if no reason is known."""
     if (inner := getattr(source, "wrapped_source", None)) is not None:
         return inexact_reason(inner)
-    module = type(source).__module__.partition(".")[0]
-    if module == "datasets" and _shuffles_in_a_buffer(getattr(source, "_ex_iterable", None)):
+    examples = list(_examples_in(source._ex_iterable)) if _has_state_of_datasets(source) else []
+    if any(map(_shuffles_in_a_buffer, examples)):
         return (
             "datasets' .shuffle(buffer_size=...) loses the content of its buffer when it goes on from its state. "
             "Remove it and wrap the dataset in bcp.data.ShuffleBuffer(dataset, buffer_size), whose content is saved"
         )
+    if any(map(_counts_rows_ahead, examples)):
+        return (
+            "a dataset with .map or .filter over Arrow data skips samples when it goes on from its state, in datasets "
+            "before 5.1. Install datasets >= 5.1"
+        )
+    module = type(source).__module__.partition(".")[0]
     if module == "webdataset" and _shuffles_at_random(source):
         return (
             "webdataset's shuffle and resampled draw another order in each process. Remove them (shardshuffle=False) "
@@ -146,13 +152,26 @@ def inexact_reason(source: Any) -> str | None:
     return None
 
 
+def _examples_in(examples: Any) -> Iterator[Any]:
+    """Yields a part of a dataset of Hugging Face, and the parts that it reads from."""
+    if examples is not None:
+        yield examples
+        for each in (getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", None) or ())):
+            yield from _examples_in(each)
+
+
 def _shuffles_in_a_buffer(examples: Any) -> bool:
-    if examples is None:
+    return type(examples).__name__ == "BufferShuffledExamplesIterable" and getattr(examples, "buffer_size", 2) > 1
+
+
+def _counts_rows_ahead(examples: Any) -> bool:
+    """Returns True if the state of the part counts all rows of a table as read, when the first of them is given."""
+    if type(examples).__name__ not in {"MappedExamplesIterable", "FilteredExamplesIterable"}:
         return False
-    if type(examples).__name__ == "BufferShuffledExamplesIterable" and getattr(examples, "buffer_size", 2) > 1:
-        return True
-    inner = [getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", None) or ())]
-    return any(_shuffles_in_a_buffer(each) for each in inner)
+    rows = getattr(examples, "ex_iterable", None)
+    is_of_tables = type(rows).__name__ == "FormattedExamplesIterable" and getattr(rows, "iter_arrow", None) is not None
+    # Releases without this fault cut the tables to the size that the function takes.
+    return is_of_tables and type(getattr(rows, "ex_iterable", None)).__name__ != "RebatchedArrowExamplesIterable"
 
 
 def _shuffles_at_random(dataset: Any) -> bool:
