@@ -150,11 +150,12 @@ class BcpStrategyMixin(Strategy):
 
     def _bcp_place(self, given: str) -> tuple[str, str]:
         """Returns the path of a save, and the path of a checkpoint to copy there instead; empty if there is none to
-        copy. For rank 0 alone: removes a link at the path.
+        copy. For rank 0 alone: removes a link at the path, unless a copy is to take its place.
         """
-        if os.path.islink(given):  # noqa: PTH114
+        source = saved_just_before(self._bcp_trainer(), given)
+        if not source and os.path.islink(given):  # noqa: PTH114
             os.unlink(given)  # noqa: PTH108 - else the save would replace what it points to
-        return given, saved_just_before(self._bcp_trainer(), given)
+        return given, source
 
     def _bcp_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Returns the state to save: live objects of all ranks, and plain data of rank 0."""
