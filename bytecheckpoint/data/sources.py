@@ -169,9 +169,11 @@ def _counts_rows_ahead(examples: Any) -> bool:
     if type(examples).__name__ not in {"MappedExamplesIterable", "FilteredExamplesIterable"}:
         return False
     rows = getattr(examples, "ex_iterable", None)
-    is_of_tables = type(rows).__name__ == "FormattedExamplesIterable" and getattr(rows, "iter_arrow", None) is not None
+    if type(rows).__name__ != "FormattedExamplesIterable":
+        return False
     # Releases without this fault cut the tables to the size that the function takes.
-    return is_of_tables and type(getattr(rows, "ex_iterable", None)).__name__ != "RebatchedArrowExamplesIterable"
+    tables = getattr(rows, "ex_iterable", None)
+    return getattr(tables, "iter_arrow", None) is not None and type(tables).__name__ != "RebatchedArrowExamplesIterable"
 
 
 def _shuffles_at_random(dataset: Any) -> bool:

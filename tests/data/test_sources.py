@@ -84,6 +84,17 @@ def test_datasets_of_hugging_face_whose_state_skips_samples_are_told(kinds: tupl
     assert (reason is None) if why is None else (why in str(reason))
 
 
+def test_a_filter_over_tables_that_are_given_as_arrays_is_told() -> None:
+    filtered = examples("Filtered", "Formatted", "Arrow", iter_arrow=list)
+    filtered.ex_iterable.iter_arrow = None  # as with_format("numpy") has it
+    members = {
+        "__module__": "datasets.iterable_dataset",
+        "state_dict": Records.state_dict,
+        "_ex_iterable": filtered,
+    }
+    assert "before 5.1" in str(inexact_reason(type("IterableDataset", (Records,), members)([])))
+
+
 def test_a_map_over_what_is_no_table_goes_on_exactly() -> None:
     members = {
         "__module__": "datasets.iterable_dataset",
