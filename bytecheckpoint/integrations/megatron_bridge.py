@@ -15,6 +15,7 @@ from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.megatron.folder import (
     METADATA,
+    RELEASE,
     TRACKER,
     VERSION,
     FoundIteration,
@@ -112,7 +113,8 @@ class BcpBridgeManager:
             return step, num_operations
         reached = _reached(found, train_state.state_dict())
         is_resumed = not (config.finetune or found.is_pretrained)
-        if is_resumed:
+        is_trained = ctx.optimizer is not None or ctx.opt_param_scheduler is not None
+        if is_resumed and is_trained and found.name != RELEASE:
             check_has_positions(found, "set finetune=True to do so")
         with_optimizer = is_resumed and config.load_optim
         state: dict[str, Any] = {"model": ctx.model}

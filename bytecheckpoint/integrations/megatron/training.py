@@ -211,7 +211,8 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
         return 0, 0
     args.finetune = args.finetune or found.is_pretrained
     is_resumed = not (args.finetune or found.name == RELEASE)
-    if is_resumed and getattr(args, "override_ckpt_iteration", None) is None:
+    is_trained = optimizer is not None or opt_param_scheduler is not None
+    if is_resumed and is_trained and getattr(args, "override_ckpt_iteration", None) is None:
         check_has_positions(found, "pass --finetune to do so, or --override-ckpt-iteration")
     state: dict[str, Any] = {"model": ddp_model}
     with_optimizer = is_resumed and not args.no_load_optim

@@ -157,6 +157,8 @@ def load_without_positions(rank: int, world_size: int, folder: str) -> None:
         pytest.raises(bcp.CheckpointMismatchError, match="has no iteration and no counts of samples"),
     ):
         load(built.chunks, built.optimizer, None)
+    with training(folder, no_load_optim=True) as (_, built, _, load):  # for inference, where nothing begins anew
+        assert load(built.chunks, None, None) == (0, 0)
     with training(folder, override_ckpt_iteration=7) as (_, built, _, load):
         assert load(built.chunks, built.optimizer, None)[0] == 7
         assert differences(built) == []
