@@ -23,20 +23,23 @@ _MEGATRON_COUNTS = ("consumed_train_samples", "consumed_valid_samples", "skipped
 class CursorLoader:
     """The elastic loader of a data loader with one position for all ranks.
 
-    `read` returns the position as a tree, and `load` takes it back. `why_inexact` returns why another number of ranks
-    would lose or repeat samples, or None. `check` raises CheckpointMismatchError (conflict) for a position that the
-    loader cannot go on at.
+    `read` returns the position as a dict that has `key`, and `load` takes it back. `why_inexact` returns why another
+    number of ranks would lose or repeat samples, or None. `check` raises CheckpointMismatchError (conflict) for a
+    position that the loader cannot go on at.
     """
 
     def __init__(
         self,
         read: Callable[[], Any],
         load: Callable[[Any], None],
+        *,
+        key: str,
         why_inexact: Callable[[], str | None] = lambda: None,
         check: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self._read = read
         self._load = load
+        self._key = key
         self._why_inexact = why_inexact
         self._check = check
 
@@ -53,13 +56,19 @@ class CursorLoader:
         return self._read()
 
     def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Raises CheckpointMismatchError (conflict) if there are streams, or if the loader cannot go on at the saved
-        position.
+        """Raises CheckpointMismatchError (conflict) if there are streams, or if the saved position is that of another
+        kind of loader, or one that this loader cannot go on at.
         """
         if streams:
             raise CheckpointMismatchError(
                 f"the state that was saved has {len(streams)} streams, and this loader has one position for all ranks; "
                 "load into the kind of loader that was saved",
+                kind="conflict",
+            )
+        if not isinstance(shared, Mapping) or self._key not in shared:
+            raise CheckpointMismatchError(
+                f"the position that was saved has no {self._key}, so another kind of loader saved it; load into the "
+                "kind of loader that was saved",
                 kind="conflict",
             )
         self._check(shared)
@@ -70,7 +79,7 @@ class CursorLoader:
         self._load(shared)
 
     def refuse_inexact(self) -> str | None:
-        """Returns (raises nothing) the reason why another number of ranks would lose or repeat samples, or None."""
+        """Returns the reason why another number of ranks would lose or repeat samples, or None."""
         return self._why_inexact()
 
 
@@ -85,8 +94,8 @@ def megatron_cursor(args: Any) -> CursorLoader | None:
         return {name: getattr(args, name) for name in _MEGATRON_COUNTS if type(getattr(args, name, None)) is int}
 
     def load(counts: Mapping[str, int]) -> None:
-        for name, count in counts.items():
-            setattr(args, name, count)
+        for name in counts.keys() & set(_MEGATRON_COUNTS):
+            setattr(args, name, counts[name])
 
     def why_inexact() -> str | None:
         kind = getattr(args, "dataloader_type", None)
@@ -96,7 +105,7 @@ def megatron_cursor(args: Any) -> CursorLoader | None:
             return "with data_sharding the order of samples depends on the number of ranks; pass --no-data-sharding"
         return None
 
-    return CursorLoader(read, load, why_inexact)
+    return CursorLoader(read, load, key=_MEGATRON_COUNTS[0], why_inexact=why_inexact)
 
 
 def mosaic_cursor(loader: Any) -> CursorLoader | None:
@@ -124,7 +133,7 @@ def mosaic_cursor(loader: Any) -> CursorLoader | None:
         loader.dataset.next_epoch = state["epoch"]
         loader.num_samples_yielded = 0
 
-    return CursorLoader(read, load)
+    return CursorLoader(read, load, key="sample_in_epoch")
 
 
 def grain_cursor(loader: Any) -> CursorLoader | None:
@@ -138,7 +147,7 @@ def grain_cursor(loader: Any) -> CursorLoader | None:
         # What is left makes no batch: without repeat() no more would ever follow.
         return {_GRAIN_POSITION: 0} if num_left < loader._global_batch_size else state
 
-    return CursorLoader(read, lambda state: loader.set_state(dict(state)))
+    return CursorLoader(read, lambda state: loader.set_state(dict(state)), key=_GRAIN_POSITION)
 
 
 def litdata_cursor(loader: Any) -> CursorLoader | None:
@@ -167,7 +176,7 @@ def litdata_cursor(loader: Any) -> CursorLoader | None:
         kind = type(loader.dataset).__name__
         return f"litData resumes a {kind} on the same number of ranks, workers and samples in a batch only"
 
-    return CursorLoader(read, load, why_inexact, check)
+    return CursorLoader(read, load, key="dataset", why_inexact=why_inexact, check=check)
 
 
 def _topology(loader: Any) -> dict[str, int]:

@@ -79,14 +79,21 @@ class EnergonLoader:
         return [ordered[rank * share : (rank + 1) * share] for rank in range(size)]
 
     def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Raises CheckpointMismatchError (conflict) if the number of streams is not that of this loader's workers, if
-        the loader is being read, or if a state names a class that the installed Energon lacks.
+        """Raises CheckpointMismatchError (conflict) if another kind of loader saved the state, if the number of streams
+        is not that of this loader's workers, if the loader is being read, or if a state has a record that the installed
+        Energon lacks.
         """
         self._checked(streams, shared)
 
     def _checked(self, streams: Mapping[str, Any], shared: Any) -> list[Any]:
         """Returns the states of this rank's workers in their order. Raises as `check_streams` does."""
         loader = self._loader
+        if not isinstance(shared, Mapping) or "num_workers" not in shared:
+            raise CheckpointMismatchError(
+                "the state that was saved is not that of a loader of Energon; load into the kind of loader that was "
+                "saved",
+                kind="conflict",
+            )
         if bool(loader.num_workers) != bool(shared["num_workers"]) or len(streams) != self._num_workers:
             wanted = len(streams) if shared["num_workers"] else 0
             raise CheckpointMismatchError(
@@ -146,13 +153,16 @@ def to_tree(value: Any) -> Any:
 def from_tree(tree: Any) -> Any:
     """Returns the state of Energon's that a tree stands for.
 
-    Raises CheckpointMismatchError (conflict) for a name that is no record of Energon's.
+    Raises CheckpointMismatchError (conflict) for a record that the installed Energon lacks, or has with other fields.
     """
     if type(tree) is dict and type(tree.get(_CLASS)) is str:
         kind = _class_of(tree[_CLASS])
         if "items" in tree:
             return kind({key: from_tree(item) for key, item in tree["items"].items()})
-        return kind(**{name: from_tree(item) for name, item in tree["fields"].items()})
+        try:
+            return kind(**{name: from_tree(item) for name, item in tree["fields"].items()})
+        except TypeError as error:  # its fields are others
+            raise _no_record(tree[_CLASS]) from error
     if type(tree) is dict:
         return {key: from_tree(item) for key, item in tree.items()}
     return type(tree)(map(from_tree, tree)) if type(tree) in (list, tuple) else tree
@@ -165,9 +175,13 @@ def _class_of(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     kind = getattr(sys.modules.get(_PACKAGE + module), attribute, None)
     if not isinstance(kind, type) or not (issubclass(kind, dict) or dataclasses.is_dataclass(kind)):
-        raise CheckpointMismatchError(
-            f"the state of Energon's loader names {name!r:.200}, which is no record of the Energon that is installed; "
-            "its loader was not changed: load with the version that saved it",
-            kind="conflict",
-        )
+        raise _no_record(name)
     return kind
+
+
+def _no_record(name: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"the state of Energon's loader names {name!r:.200}, which is no record of the Energon that is installed; "
+        "its loader was not changed: load with the version that saved it",
+        kind="conflict",
+    )

@@ -10,6 +10,7 @@ import torch
 from bytecheckpoint.data.shuffle_buffer import refuse_streams
 from bytecheckpoint.data.sources import END, PassEnd, check_source, cursor_of, read_next, source_name, state_after
 from bytecheckpoint.data.stream_position import StreamPosition, position_of
+from bytecheckpoint.runtime.integers import integer_of
 
 
 class Packer:
@@ -29,19 +30,20 @@ class Packer:
             key: where samples are dicts, the key of a document's tokens.
 
         Raises:
-            ValueError: `length` is below 1, or the source cannot be read, or is `Streams`: wrap the source of each
-                stream instead.
+            ValueError: `length` is no integer of 1 or more, or the source cannot be read, or is `Streams`: wrap the
+                source of each stream instead.
         """
         refuse_streams("Packer", source)
         check_source("the source of a Packer", source)
-        if length < 1:
-            raise ValueError(f"a Packer makes rows of {length} tokens; a row has 1 or more")
+        num_tokens = integer_of(length)
+        if num_tokens is None or num_tokens < 1:
+            raise ValueError(f"a Packer makes rows of {length} tokens; a row has a whole number of them, 1 or more")
         self.wrapped_source = source
-        self.name_of_positions = f"{type(self).__name__}[{length}]"
+        self.name_of_positions = f"{type(self).__name__}[{num_tokens}]"
         """Name that is saved with positions. It has the row length, because they count rows: those of another length do
         not fit.
         """
-        self._length, self._key = length, key
+        self._length, self._key = num_tokens, key
         self._cursor = cursor_of(source)
         self._source_position = StreamPosition()
         self._epoch = 0

@@ -11,6 +11,7 @@ import torch
 from bytecheckpoint.data.sources import END, PassEnd, check_source, cursor_of, read_next, source_name, state_after
 from bytecheckpoint.data.stream_position import StreamPosition, position_of
 from bytecheckpoint.data.streams import Streams
+from bytecheckpoint.runtime.integers import integer_of
 
 _MASK = (1 << 64) - 1
 _ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
@@ -31,21 +32,26 @@ class ShuffleBuffer:
             source: a sequence or an iterable, as in `Streams`. Its samples are saved while they are in the buffer:
                 plain data, tensors and arrays.
             size: the number of samples to draw from.
-            seed: another order for another seed.
+            seed: another order for another seed. A load needs the same `size` and `seed`.
 
         Raises:
-            ValueError: `size` is below 1, or the source cannot be read, or is `Streams`: wrap the source of each
-                stream instead.
+            ValueError: `size` is below 1, it or `seed` is no integer, or the source cannot be read, or is `Streams`:
+                wrap the source of each stream instead.
         """
         refuse_streams("ShuffleBuffer", source)
         check_source("the source of a ShuffleBuffer", source)
-        if size < 1:
+        num_samples, seed_number = integer_of(size), integer_of(seed)
+        if num_samples is None or seed_number is None:
+            raise ValueError(f"size and seed of a ShuffleBuffer are integers, not {size!r} and {seed!r}")
+        if num_samples < 1:
             raise ValueError(f"a ShuffleBuffer has room for {size} samples; it needs 1 or more")
         self.wrapped_source = source
-        self.snapshot_interval = size
+        self.name_of_positions = f"{type(self).__name__}[{num_samples}, seed {seed_number}]"
+        """Name that is saved with positions: the samples before one follow from size and seed."""
+        self.snapshot_interval = num_samples
         """Least number of samples between two snapshots in the course of an epoch, since each holds the whole buffer.
         Its end and a save take others."""
-        self._size, self._seed = size, seed
+        self._size, self._seed = num_samples, seed_number
         self._cursor = cursor_of(source)
         self._source_position = StreamPosition()
         self._epoch = self._num_draws = 0

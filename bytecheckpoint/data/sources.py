@@ -114,8 +114,8 @@ def check_source(name: str, source: Any) -> None:
 
 
 def source_name(source: Any) -> str:
-    """Returns the name of a source's class with all that a position depends on, and in brackets the name of the source
-    that it reads from.
+    """Returns the name of a source's class with all that a position depends on, and in parentheses the name of the
+    source that it reads from.
     """
     inner = getattr(source, "wrapped_source", None)
     name = getattr(source, "name_of_positions", type(source).__name__)
@@ -132,12 +132,18 @@ def inexact_reason(source: Any) -> str | None:
     """Returns why a source does not go on exactly where its state was taken; None if no reason is known."""
     if (inner := getattr(source, "wrapped_source", None)) is not None:
         return inexact_reason(inner)
-    module = type(source).__module__.partition(".")[0]
-    if module == "datasets" and _shuffles_in_a_buffer(getattr(source, "_ex_iterable", None)):
+    examples = list(_examples_in(source._ex_iterable)) if _has_state_of_datasets(source) else []
+    if any(map(_shuffles_in_a_buffer, examples)):
         return (
             "datasets' .shuffle(buffer_size=...) loses the content of its buffer when it goes on from its state. "
             "Remove it and wrap the dataset in bcp.data.ShuffleBuffer(dataset, buffer_size), whose content is saved"
         )
+    if any(map(_counts_rows_ahead, examples)):
+        return (
+            "a dataset with .map or .filter over Arrow data skips samples when it goes on from its state, in datasets "
+            "before 5.1. Install datasets >= 5.1"
+        )
+    module = type(source).__module__.partition(".")[0]
     if module == "webdataset" and _shuffles_at_random(source):
         return (
             "webdataset's shuffle and resampled draw another order in each process. Remove them (shardshuffle=False) "
@@ -146,13 +152,28 @@ def inexact_reason(source: Any) -> str | None:
     return None
 
 
+def _examples_in(examples: Any) -> Iterator[Any]:
+    """Yields a part of a dataset of Hugging Face, and the parts that it reads from."""
+    if examples is not None:
+        yield examples
+        for each in (getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", None) or ())):
+            yield from _examples_in(each)
+
+
 def _shuffles_in_a_buffer(examples: Any) -> bool:
-    if examples is None:
+    return type(examples).__name__ == "BufferShuffledExamplesIterable" and getattr(examples, "buffer_size", 2) > 1
+
+
+def _counts_rows_ahead(examples: Any) -> bool:
+    """Returns True if the state of the part counts all rows of a table as read, when the first of them is given."""
+    if type(examples).__name__ not in {"MappedExamplesIterable", "FilteredExamplesIterable"}:
         return False
-    if type(examples).__name__ == "BufferShuffledExamplesIterable" and getattr(examples, "buffer_size", 2) > 1:
-        return True
-    inner = [getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", None) or ())]
-    return any(_shuffles_in_a_buffer(each) for each in inner)
+    rows = getattr(examples, "ex_iterable", None)
+    if type(rows).__name__ != "FormattedExamplesIterable":
+        return False
+    # Releases without this fault cut the tables to the size that the function takes.
+    tables = getattr(rows, "ex_iterable", None)
+    return getattr(tables, "iter_arrow", None) is not None and type(tables).__name__ != "RebatchedArrowExamplesIterable"
 
 
 def _shuffles_at_random(dataset: Any) -> bool:
@@ -230,6 +251,10 @@ class IterableCursor:
 
     def lose_place(self) -> None:
         self._iterator = self._place = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Iterators cannot be sent, and what is sent of the source stands wherever it was read to.
+        return {**self.__dict__, "_iterator": None, "_place": None}
 
     def _seek(self, at: StreamPosition) -> None:
         self._open(at)

@@ -68,8 +68,8 @@ class Streams(IterableDataset[Any]):
                 saves. Lightning takes 1; other loops 0, and what accelerate's loaders take is known.
 
         Raises:
-            ValueError: there are fewer streams than ranks, a source cannot be read, or two streams share one that
-                each would move.
+            ValueError: an argument is out of range, there are fewer streams than ranks, a source cannot be read, or two
+                streams share one that each would move.
         """
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of {size} ranks")
@@ -138,7 +138,9 @@ class Streams(IterableDataset[Any]):
         return {"kind": "streams"}
 
     def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Raises CheckpointMismatchError (conflict) for an unknown id or a state that does not fit the source."""
+        """Raises CheckpointMismatchError (conflict) for an unknown id, a state that does not fit the source, or that of
+        another kind of loader.
+        """
         self._checked(streams, shared)
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
@@ -186,7 +188,7 @@ class Streams(IterableDataset[Any]):
         return tree_of(StreamPosition(epoch, snapshot=snapshot), source_name(source))
 
     def refuse_inexact(self) -> str | None:
-        """Returns (raises nothing) why a source or the way to read it cannot go on exactly; None if all can."""
+        """Returns why a source or the way to read it cannot go on exactly; None if all can."""
         if int(self._flags[_UNCOUNTED]):
             return (
                 "a pass was begun over these Streams in which nothing counts what the trainer takes. Make "
@@ -273,8 +275,7 @@ class Streams(IterableDataset[Any]):
             cursor.lose_place()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process opens its sources itself; iterators cannot be sent.
-        return {**self.__dict__, "_cursors": {}, "_reader": None}
+        return {**self.__dict__, "_reader": None}
 
 
 class _StreamsPass:
@@ -336,14 +337,23 @@ def check_stream(stream_id: Any, source: Any) -> None:
 
 
 def check_unshared(sources: Mapping[str, Any]) -> None:
-    """Raises ValueError if two streams share a source that has a position or an epoch, which each of them would set."""
+    """Raises ValueError if two streams share a source, maybe inside buffers of their own, that has a position or an
+    epoch: each of them would set it.
+    """
     ids: dict[int, str] = {}
-    for stream_id, source in sources.items():
-        if not (is_stateful(source) or hasattr(source, "set_epoch")):
-            continue
-        other = ids.setdefault(id(source), stream_id)
-        if other != stream_id:
-            raise ValueError(
-                f"streams {other!r} and {stream_id!r} have the same {type(source).__name__} as their source, and each "
-                "would move it under the other: give each a source of its own, with its part of the data"
-            )
+    for stream_id, outer in sources.items():
+        for source in _with_wrapped(outer):
+            if not (is_stateful(source) or hasattr(source, "set_epoch")):
+                continue
+            other = ids.setdefault(id(source), stream_id)
+            if other != stream_id:
+                raise ValueError(
+                    f"streams {other!r} and {stream_id!r} have the same {type(source).__name__} as their source, and "
+                    "each would move it under the other: give each a source of its own, with its part of the data"
+                )
+
+
+def _with_wrapped(source: Any) -> Iterator[Any]:
+    while source is not None:
+        yield source
+        source = getattr(source, "wrapped_source", None)

@@ -171,11 +171,10 @@ class TrackedLoader:
         finally:
             self._streams.is_counted = False
 
-    def _begin_pass(self) -> int:
+    def _begin_pass(self) -> None:
         self._num_passes += 1
         self._settle()
         self._turn = max((each.turn for each in self._streams._taken.values()), default=0)
-        return self._num_passes
 
     def _blocks(self, num_workers: int) -> list[list[str]]:
         return self._streams._blocks(num_workers) if num_workers else []

@@ -21,6 +21,7 @@ from bytecheckpoint.adapters.frameworks.deepspeed import COUNTERS
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
+from bytecheckpoint.integrations.shared.extra_state import WithExtraState
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder, folder_at
@@ -137,7 +138,7 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
         load_lr_scheduler_states: Load the scheduler.
         load_module_only: Load weights alone; the client state is returned all the same.
         custom_load_fn: Not supported: use `bytecheckpoint.load` with `key_map`.
-        data: The state of the loader, as it was saved.
+        data: The state of the loader, which is filled too.
         options: See LoadOptions.
         storage_options: For the fsspec backend.
 
@@ -286,8 +287,9 @@ class _TrainedEngine(nn.Module):
 
 
 def _trained(module: nn.Module) -> nn.Module:
-    """Returns a tree of modules with the same names and tensors, without frozen parameters."""
-    tree = nn.Module()
+    """Returns a tree of modules with the same names, tensors and extra state, without frozen parameters."""
+    has_extra_state = type(module).get_extra_state is not nn.Module.get_extra_state
+    tree = WithExtraState(module.get_extra_state()) if has_extra_state else nn.Module()
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.requires_grad:
             tree.register_parameter(name, parameter)

@@ -15,9 +15,11 @@ from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.megatron.folder import (
     METADATA,
+    RELEASE,
     TRACKER,
     VERSION,
     FoundIteration,
+    check_has_positions,
     find,
     name_of,
     non_persistent_root,
@@ -111,6 +113,9 @@ class BcpBridgeManager:
             return step, num_operations
         reached = _reached(found, train_state.state_dict())
         is_resumed = not (config.finetune or found.is_pretrained)
+        is_trained = ctx.optimizer is not None or ctx.opt_param_scheduler is not None
+        if is_resumed and is_trained and found.name != RELEASE:
+            check_has_positions(found, "set finetune=True to do so")
         with_optimizer = is_resumed and config.load_optim
         state: dict[str, Any] = {"model": ctx.model}
         state |= optimizer_state(ctx.optimizer, ctx.opt_param_scheduler) if with_optimizer else {}

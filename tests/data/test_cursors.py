@@ -90,3 +90,21 @@ def test_streams_are_refused_by_a_loader_that_has_one_position() -> None:
     with pytest.raises(bcp.CheckpointMismatchError, match="has 1 streams, and this loader has one position"):
         elastic_loader_of(args).load_streams({"a": 1}, {"consumed_train_samples": 5})  # type: ignore[union-attr]
     assert args.consumed_train_samples == 0
+
+
+@pytest.mark.parametrize("position", [{"epoch": 1, "sample_in_epoch": 5}, {"kind": "streams"}, None])
+def test_a_position_of_another_kind_of_loader_is_refused_and_nothing_changes(position: Any) -> None:
+    args = megatron_args()
+    before = vars(args).copy()
+    found = elastic_loader_of(args)
+    assert found is not None
+    for take in (found.check_streams, found.load_streams):  # type: ignore[attr-defined]
+        with pytest.raises(bcp.CheckpointMismatchError, match="has no consumed_train_samples"):
+            take({}, position)
+    assert vars(args) == before
+
+
+def test_megatrons_arguments_take_nothing_but_counts() -> None:
+    args = megatron_args()
+    elastic_loader_of(args).load_streams({}, {"consumed_train_samples": 24, "lr": 9})  # type: ignore[union-attr]
+    assert (args.consumed_train_samples, args.lr) == (24, 0.1)

@@ -9,7 +9,7 @@ import pytest
 from data.sample_sources import Records
 
 from bytecheckpoint.data import Streams
-from bytecheckpoint.data.sources import carries_over
+from bytecheckpoint.data.sources import carries_over, inexact_reason
 
 
 @pytest.mark.parametrize("module", ["records", "datasets.records", "datasets.iterable_dataset"])
@@ -54,3 +54,51 @@ def test_an_iterable_dataset_of_hugging_face_begins_each_epoch_anew_also_in_a_su
     subclass = type("Own", (hugging_face,), {"__module__": "records"})
     with_own_state = type("Own", (hugging_face,), {"__module__": "records", "state_dict": state_dict})
     assert [carries_over(each([])) for each in (hugging_face, subclass, with_own_state)] == [False, False, True]
+
+
+def examples(*kinds: str, iter_arrow: object = None) -> Any:
+    """Nested parts of a dataset of Hugging Face, the outermost first."""
+    inner = None
+    for kind in reversed(kinds):
+        inner = type(f"{kind}ExamplesIterable", (), {"ex_iterable": inner, "iter_arrow": iter_arrow})()
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("kinds", "why"),
+    [
+        (("Arrow",), None),
+        (("Mapped", "Formatted", "RebatchedArrow", "Arrow"), None),
+        (("Filtered", "Formatted", "Arrow"), "before 5.1"),
+        (("Take", "Mapped", "Formatted", "Arrow"), "before 5.1"),
+        (("Mapped", "BufferShuffled", "Arrow"), "loses the content of its buffer"),
+    ],
+)
+def test_datasets_of_hugging_face_whose_state_skips_samples_are_told(kinds: tuple[str, ...], why: str | None) -> None:
+    members = {
+        "__module__": "datasets.iterable_dataset",
+        "state_dict": Records.state_dict,
+        "_ex_iterable": examples(*kinds, iter_arrow=list),
+    }
+    reason = inexact_reason(type("IterableDataset", (Records,), members)([]))
+    assert (reason is None) if why is None else (why in str(reason))
+
+
+def test_a_filter_over_tables_that_are_given_as_arrays_is_told() -> None:
+    filtered = examples("Filtered", "Formatted", "Arrow", iter_arrow=list)
+    filtered.ex_iterable.iter_arrow = None  # as with_format("numpy") has it
+    members = {
+        "__module__": "datasets.iterable_dataset",
+        "state_dict": Records.state_dict,
+        "_ex_iterable": filtered,
+    }
+    assert "before 5.1" in str(inexact_reason(type("IterableDataset", (Records,), members)([])))
+
+
+def test_a_map_over_what_is_no_table_goes_on_exactly() -> None:
+    members = {
+        "__module__": "datasets.iterable_dataset",
+        "state_dict": Records.state_dict,
+        "_ex_iterable": examples("Mapped", "Formatted", ""),
+    }
+    assert inexact_reason(type("IterableDataset", (Records,), members)([])) is None

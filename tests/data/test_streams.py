@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from data.sample_sources import KINDS, EpochOrder, Lines, Records, passes, plain
+from data.sample_sources import KINDS, EpochOrder, Lines, Records, documents, passes, plain
 from torch.utils.data import IterableDataset, get_worker_info
 
-from bytecheckpoint.data import ElasticLoader, Streams
+from bytecheckpoint.data import ElasticLoader, Packer, ShuffleBuffer, Streams
 from bytecheckpoint.data.elastic_loader import assign_streams
 from bytecheckpoint.errors import CheckpointMismatchError
 
@@ -108,6 +110,15 @@ def test_each_kind_of_source_goes_on_where_it_was(kind: str, num_taken: int) -> 
     load(second, state_of(first), 0, 1)
     rest = [plain(each) for each in itertools.islice(second, 30)]
     assert rest == whole[num_taken : num_taken + 30]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_taken", [0, 1, 7])
+def test_a_copy_for_another_process_goes_on_where_it_was(kind: str, num_taken: int) -> None:
+    streams = Streams({"a": KINDS[kind](list(range(20)))}, rank=0, size=1)
+    taken = [plain(each) for each in itertools.islice(streams, num_taken)]
+    rest = [plain(each) for each in pickle.loads(pickle.dumps(streams))]
+    assert taken + rest == passes(KINDS[kind](list(range(20))), 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -312,6 +323,40 @@ def test_a_buffer_that_is_new_or_gone_is_refused() -> None:
         load(bare, state_of(packed), 0, 1)
 
 
+@pytest.mark.parametrize("other", [{"size": 5, "seed": 1}, {"size": 4, "seed": 2}], ids=["size", "seed"])
+@pytest.mark.parametrize("wrap", [lambda each: each, lambda each: Packer(each, 3)], ids=["alone", "packed"])
+def test_a_buffer_of_another_order_is_refused(wrap: Any, other: dict[str, int]) -> None:
+    def streams(size: int, seed: int) -> Streams:
+        return Streams({"a": wrap(ShuffleBuffer(documents(list(range(20))), size, seed=seed))}, rank=0, size=1)
+
+    saved = state_of(streams(4, 1))
+    load(streams(4, 1), saved, 0, 1)
+    with pytest.raises(CheckpointMismatchError, match=r"saved with the source .*ShuffleBuffer\[4, seed 1\]\(list\)"):
+        load(streams(**other), saved, 0, 1)
+    saved["a"]["source"] = saved["a"]["source"].replace("[4, seed 1]", "")  # as earlier versions have named it
+    load(streams(4, 1), saved, 0, 1)
+
+
+def test_integers_of_numpy_are_taken_by_buffers_as_others_are() -> None:
+    plain_one = Packer(ShuffleBuffer([[1, 2], [3], [4, 5]], 2, seed=3), 2)
+    of_numpy = Packer(ShuffleBuffer([[1, 2], [3], [4, 5]], np.int64(2), seed=np.int64(3)), np.int32(2))  # type: ignore[arg-type]
+    first, second = (Streams({"a": each}, rank=0, size=1) for each in (plain_one, of_numpy))
+    load(second, state_of(first), 0, 1)
+    assert list(map(plain, second)) == list(map(plain, first))
+
+
+@pytest.mark.parametrize("arguments", [{"size": 2.0}, {"size": 2, "seed": None}, {"size": True}])
+def test_a_buffer_whose_size_or_seed_is_no_integer_is_refused_at_once(arguments: Any) -> None:
+    with pytest.raises(ValueError, match="size and seed of a ShuffleBuffer are integers, not"):
+        ShuffleBuffer([1], **arguments)
+
+
+@pytest.mark.parametrize("length", [0, 2.0, True])
+def test_rows_of_no_whole_number_of_tokens_are_refused_at_once(length: Any) -> None:
+    with pytest.raises(ValueError, match="a row has a whole number of them, 1 or more"):
+        Packer([[1]], length)
+
+
 def test_sources_do_not_see_that_they_are_read_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.data._utils import worker
 
@@ -347,6 +392,13 @@ def test_what_cannot_be_streams_is_refused(sources: Any, options: dict[str, Any]
 def test_two_streams_that_would_move_one_source_are_refused(source: Any) -> None:
     with pytest.raises(ValueError, match=r"streams 'a' and 'b' have the same .* as their source"):
         Streams({"a": source, "b": source}, rank=0, size=1)
+
+
+def test_two_streams_whose_buffers_would_move_one_source_are_refused() -> None:
+    source = Records([1, 2])
+    sources = {"a": Packer(ShuffleBuffer(source, 2), 1), "b": ShuffleBuffer(source, 2)}
+    with pytest.raises(ValueError, match="streams 'a' and 'b' have the same Records as their source"):
+        Streams(sources, rank=0, size=1)
 
 
 def test_two_streams_may_read_one_source_that_keeps_no_place() -> None:

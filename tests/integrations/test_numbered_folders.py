@@ -311,3 +311,16 @@ def test_the_one_that_a_restart_goes_on_from_stays(tmp_path: Path) -> None:
     folders.retire_again()
     folders.close(60)
     assert numbers(folders) == [3]
+
+
+@pytest.mark.parametrize("root", ["run", "./run", "run/", "run/../run"])
+def test_the_folder_of_the_run_stays_when_its_last_checkpoint_goes_however_it_is_spelt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = NumberedFolders(root, "step-", below="actor", storage_options=None)
+    folders.begin()
+    save(folders, 1).result()
+    folders.retire(folders.committed)
+    folders.close(60)
+    assert list((tmp_path / "run").iterdir()) == []

@@ -40,8 +40,13 @@ def generator_of(loader: Any) -> torch.Generator | None:
 
 
 def core_of(loader: Any) -> Any:
-    """Returns the innermost batch sampler of a loader; for a loader over an iterable dataset, the dataset."""
-    return loader.dataset if isinstance(loader.dataset, IterableDataset) else _batch_samplers(loader)[-1]
+    """Returns the innermost batch sampler of a loader, or its sampler if it makes no batches; for a loader over an
+    iterable dataset, the dataset.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        return loader.dataset
+    innermost = _batch_samplers(loader)[-1]
+    return loader.sampler if innermost is None else innermost
 
 
 def _batch_samplers(loader: Any) -> list[Any]:
@@ -52,8 +57,10 @@ def _batch_samplers(loader: Any) -> list[Any]:
 
 
 def sampler_of(loader: Any) -> Any:
-    is_iterable = isinstance(loader.dataset, IterableDataset)
-    return None if is_iterable else getattr(_batch_samplers(loader)[-1], "sampler", None)
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    innermost = _batch_samplers(loader)[-1]
+    return loader.sampler if innermost is None else getattr(innermost, "sampler", None)
 
 
 def is_stateful(loader: Any) -> bool:

@@ -11,6 +11,7 @@ from accelerate.utils import broadcast_object_list
 
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState
 from bytecheckpoint.data.known_loaders import elastic_loader_of
+from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.accelerate.loader_facts import (
     batches_now,
     core_of,
@@ -74,6 +75,16 @@ class PreparedLoader:
         begun = self._pass
         is_begun = begun is not None and begun.num_taken > 0 and not begun.has_ended()
         return is_begun and (self._is_current or not begun.is_left)  # type: ignore[union-attr]
+
+    def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
+        """Raises CheckpointMismatchError (conflict) for the state of another kind of loader."""
+        del streams
+        if not isinstance(shared, Mapping) or "num_ranks" not in shared:
+            raise CheckpointMismatchError(
+                "the state that was saved is that of bcp.data.Streams or of another kind of loader, and this is a "
+                "loader that accelerate has prepared; load into the kind of loader that was saved",
+                kind="conflict",
+            )
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
         """Keeps the state for `go_on`."""

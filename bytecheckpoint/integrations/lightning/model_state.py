@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from bytecheckpoint.adapters.native.module_parts import is_extra_state
+from bytecheckpoint.integrations.shared.extra_state import WithExtraState
 from bytecheckpoint.manifest.plain_wire import join_fqn
 
 
@@ -20,20 +21,6 @@ def module_or_part(module: nn.Module, shown: Mapping[str, Any], left: Mapping[st
     if any(value is not shown.get(name) for name, value in left.items()):
         return dict(left)
     return module if left.keys() == shown.keys() else _part_of(module, left)
-
-
-class _WithExtraState(nn.Module):
-    """A module with the extra state of another one."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self._value = value
-
-    def get_extra_state(self) -> Any:
-        return self._value
-
-    def set_extra_state(self, state: Any) -> None:
-        raise NotImplementedError("a part of a model is saved, and never loaded")
 
 
 def _part_of(module: nn.Module, names: Mapping[str, Any]) -> nn.Module:
@@ -57,7 +44,7 @@ def _part_of(module: nn.Module, names: Mapping[str, Any]) -> nn.Module:
 
 
 def _made(path: str, extra: Mapping[str, Any]) -> nn.Module:
-    return _WithExtraState(extra[path]) if path in extra else nn.Module()
+    return WithExtraState(extra[path]) if path in extra else nn.Module()
 
 
 def is_same(value: Any, shown: Mapping[str, Any]) -> bool:

@@ -42,8 +42,8 @@ def _json_ready(value: Any) -> Any:
 
 
 def _items(omegaconf: Any, config: Any) -> Any:
-    """Returns the items of a config of OmegaConf, with what they refer to; as they were written where that is not
-    there. A mandatory value without a value stays "???".
+    """Returns the items of a config of OmegaConf with references resolved. A reference to what is not there stays as it
+    was written, and a mandatory value that was not given stays "???".
     """
     written = omegaconf.OmegaConf.to_container(config, resolve=False)
     if not isinstance(written, (dict, list)):  # all of it is a reference, or has no value

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
@@ -72,8 +72,8 @@ class SaveInFlight:
         self._submit(self._handle, act)
 
     def remove(self, path: str, storage_options: Mapping[str, Any] | None) -> None:
-        """Removes a checkpoint once the save in flight is committed, and not at all if that save fails; at once if no
-        save is in flight. Rank 0 calls it. A removal that fails is only logged.
+        """Removes a checkpoint once the save in flight is committed and copied, and not at all if that save or a copy
+        fails; at once if no save is in flight. Rank 0 calls it. A removal that fails is only logged.
         """
 
         def remove() -> None:
@@ -89,7 +89,7 @@ class SaveInFlight:
 
         Args:
             timeout_s: Seconds to wait for other ranks.
-            wait_s: Seconds to wait for the save; for as long as its own limits are if None.
+            wait_s: Seconds to wait for the save, and as many for its copies; for as long as they take if None.
 
         Raises the error of the save or of a copy, on all ranks; TimeoutError if the save has not ended after `wait_s`.
         """
@@ -105,6 +105,8 @@ class SaveInFlight:
                 raise
 
         def finish() -> None:
+            if copied_to and wait(work, wait_s).not_done:
+                raise TimeoutError(f"it was still under way {wait_s:g} s after the save")
             for done in work:
                 done.result()
 
@@ -132,8 +134,10 @@ class SaveInFlight:
             # A thread of its own: what follows one commit comes before what follows the next.
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="bcp-after-commit")
 
+        earlier = list(self._work)  # ended before `run` begins: there is one thread
+
         def run() -> None:
-            if not has_failed(handle):
+            if not has_failed(handle) and not any(each.exception() for each in earlier):
                 act()
 
         self._work.append(self._worker.submit(run))
@@ -144,11 +148,13 @@ def _copying(target: str) -> str:
 
 
 def copy_checkpoint(source: str, target: str, storage_options: Mapping[str, Any] | None) -> None:
-    """Puts a committed checkpoint at a second path, in place of any checkpoint there; by links or copies inside the
-    storage, if it has them.
+    """Puts a committed checkpoint at a second path, in place of any checkpoint or link there; by links or copies inside
+    the storage, if it has them.
 
     Raises like `copy_step`.
     """
+    if is_plain_path(target) and os.path.islink(target):  # noqa: PTH114
+        os.unlink(target)  # noqa: PTH108 - else what it points to would be replaced
     of_source = open_store(source, storage_options=storage_options, writer_threads=1)
     of_target = open_store(target, storage_options=storage_options, writer_threads=1)
     found = layout.committed_save_id(of_target, "")

@@ -90,7 +90,7 @@ class BcpStrategyMixin(Strategy):
     # What `Trainer.save_checkpoint` asks for.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the live tensors, for hooks to look at and choose from; an empty dict under FSDP1: no gather."""
+        """Returns the live tensors, for hooks to choose from; an empty dict under FSDP1, which would gather them."""
         is_gathered = isinstance(self.model, FullyShardedDataParallel)
         self._bcp_shown = {} if is_gathered else dict(self._bcp_module().state_dict())
         return dict(self._bcp_shown)
@@ -109,7 +109,6 @@ class BcpStrategyMixin(Strategy):
         if original is None:
             # After training, the caller may read the checkpoint at once: nothing would wait for the save.
             is_async = self.bcp_async_save and self._bcp_trainer().state.status == TrainerStatus.RUNNING
-            self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
             self._bcp_save(checkpoint, given, storage_options or self.bcp_storage_options, is_async=is_async)
             return
         try:
@@ -128,6 +127,8 @@ class BcpStrategyMixin(Strategy):
         self, checkpoint: dict[str, Any], given: str, storage_options: Mapping[str, Any] | None, *, is_async: bool
     ) -> None:
         path, source = self._bcp_decide("naming a checkpoint", lambda: self._bcp_place(given), tuple[str, str])
+        if not (source and is_async):  # a copy is made after the save in flight, which training need not wait for
+            self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
         if source:
             self._bcp_saves.copy(source, path, storage_options, timeout_s=self.bcp_options.timeout_s)
             return
@@ -149,11 +150,12 @@ class BcpStrategyMixin(Strategy):
 
     def _bcp_place(self, given: str) -> tuple[str, str]:
         """Returns the path of a save, and the path of a checkpoint to copy there instead; empty if there is none to
-        copy. For rank 0 alone: removes a link at the path.
+        copy. For rank 0 alone: removes a link at the path, unless a copy is to take its place.
         """
-        if os.path.islink(given):  # noqa: PTH114
+        source = saved_just_before(self._bcp_trainer(), given)
+        if not source and os.path.islink(given):  # noqa: PTH114
             os.unlink(given)  # noqa: PTH108 - else the save would replace what it points to
-        return given, saved_just_before(self._bcp_trainer(), given)
+        return given, source
 
     def _bcp_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Returns the state to save: live objects of all ranks, and plain data of rank 0."""
@@ -212,9 +214,7 @@ class BcpStrategyMixin(Strategy):
         checkpoint = self._bcp_load(found, is_fitting=trainer.state.fn == TrainerFn.FITTING)
         callbacks = checkpoint.get("callbacks", {})
         lasting = self._bcp_decide(
-            "looking for checkpoints",
-            lambda: lasting_paths(trainer, callbacks, found.path, options),
-            list[str],
+            "looking for checkpoints", lambda: lasting_paths(trainer, callbacks, found.path, options), list[str]
         )
         drop_gone_paths(trainer, callbacks, found.path, lasting)
         return checkpoint

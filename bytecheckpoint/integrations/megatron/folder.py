@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from bytecheckpoint import api
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders
 from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder
 from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.paths import join_name
 
 logger = logging.getLogger("bytecheckpoint")
@@ -46,6 +47,7 @@ class FoundIteration(msgspec.Struct):
     num_floating_point_operations_so_far: float = 0
     checkpoint_version: float = VERSION
     args: dict[str, Any] = {}
+    """Arguments of the run that saved it, or the state of Megatron-Bridge's training; empty if neither saved it."""
 
 
 def find(args: Namespace, root: str | None, reach: TrackedFolder) -> FoundIteration:
@@ -116,6 +118,19 @@ def _described(folder: TrackedFolder, name: str) -> FoundIteration:
         entries = checkpoint.manifest.rank_objects.keys()
         fields = checkpoint.metadata.get(METADATA, {})
         return FoundIteration(path=path, name=name, has_rng="rng" in entries, has_rerun="rerun" in entries, **fields)
+
+
+def check_has_positions(found: FoundIteration, advice: str) -> None:
+    """Raises CheckpointMismatchError (conflict) for a checkpoint that says nothing of where training was, because no
+    integration of Megatron has saved it; with `advice` on what to do.
+    """
+    if not found.args:
+        raise CheckpointMismatchError(
+            f"{showable_url(found.path)} has no iteration and no counts of samples, as no integration of Megatron has "
+            f"saved it, so training would begin anew from its weights; nothing was loaded: {advice}",
+            kind="conflict",
+            path=showable_url(found.path),
+        )
 
 
 class ReplacedCheckpoints:

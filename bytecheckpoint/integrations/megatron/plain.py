@@ -7,6 +7,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from bytecheckpoint.errors import CheckpointMismatchError
+
 _PLAIN = (bool, int, float, str, type(None))
 _CLASS, _ITEMS = "class", "items"
 """Keys of a dict that stands for an enum or a named tuple, which `with_classes` makes of it."""
@@ -44,12 +46,26 @@ def without_classes(value: Any) -> Any:
 
 def with_classes(value: Any, module: Any) -> Any:
     """Undoes `without_classes`: returns the tree with its enums and named tuples, whose classes are taken from
-    `module`.
+    `module`. Raises CheckpointMismatchError (conflict) for a name that is no such class there.
     """
     if isinstance(value, Mapping) and value.keys() == {_CLASS, _ITEMS}:
-        return getattr(module, value[_CLASS])(*[with_classes(each, module) for each in value[_ITEMS]])
+        return _class_of(value[_CLASS], module)(*[with_classes(each, module) for each in value[_ITEMS]])
     if isinstance(value, Mapping):
         return {key: with_classes(each, module) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(with_classes(each, module) for each in value)
     return value
+
+
+def _class_of(name: str, module: Any) -> Any:
+    kind = vars(module).get(name)
+    # Hazard: the checkpoint says what is called here.
+    if isinstance(kind, type) and (
+        issubclass(kind, enum.Enum) or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+    ):
+        return kind
+    raise CheckpointMismatchError(
+        f"the checkpoint names {name!r:.200}, which is no enum or named tuple of the {module.__name__} that is "
+        "installed; what was loaded is not complete: load with the release of Megatron that saved it",
+        kind="conflict",
+    )

@@ -22,6 +22,7 @@ from bytecheckpoint.integrations.megatron.folder import (
     VERSION,
     FoundIteration,
     ReplacedCheckpoints,
+    check_has_positions,
     find,
     name_of,
     non_persistent_root,
@@ -193,8 +194,8 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
     Raises:
         CheckpointNotFoundError: The tracker file or `--ckpt-step` names what is not committed, or nothing is there and
             `--exit-on-missing-checkpoint` or `--pretrained-checkpoint` was given.
-        CheckpointMismatchError: The checkpoint does not fit, or an argument of Megatron asks for what is not supported;
-            model and optimizer are unchanged.
+        CheckpointMismatchError: The checkpoint does not fit or does not say where training was, or an argument of
+            Megatron asks for what is not supported; model and optimizer are unchanged.
         CheckpointError: As `bytecheckpoint.load` raises it.
         AssertionError: The arguments are those of another model.
     """
@@ -210,6 +211,9 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
         return 0, 0
     args.finetune = args.finetune or found.is_pretrained
     is_resumed = not (args.finetune or found.name == RELEASE)
+    is_trained = optimizer is not None or opt_param_scheduler is not None
+    if is_resumed and is_trained and getattr(args, "override_ckpt_iteration", None) is None:
+        check_has_positions(found, "pass --finetune to do so, or --override-ckpt-iteration")
     state: dict[str, Any] = {"model": ddp_model}
     with_optimizer = is_resumed and not args.no_load_optim
     if with_optimizer:
@@ -243,7 +247,7 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
 
 
 class _RerunState:
-    """The state machine by which Megatron repeats a step that looked wrong; only to load."""
+    """Target of a load for the state machine by which Megatron repeats a step that looked wrong."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -378,12 +378,13 @@ def _delete(store: Store, folder: NumberedFolder) -> None:
 
 
 def _remove_empty(path: str, *, below: str) -> None:
-    """Removes the local folders of a checkpoint that is gone, as far as they are empty."""
+    """Removes the local folders of a checkpoint that is gone, as far as they are empty, and never `below`."""
     for name in _OWN_FOLDERS:
         with suppress(OSError):  # files of others are in it, or it is gone
             Path(path, name).rmdir()
     with suppress(OSError):
-        while path != below:
+        folder = Path(path)
+        while folder != Path(below):
             with suppress(FileNotFoundError):  # the store removes empty folders too
-                Path(path).rmdir()
-            path = str(Path(path).parent)
+                folder.rmdir()
+            folder = folder.parent

@@ -12,8 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import torch.distributed as dist
-
 from bytecheckpoint import phases
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from bytecheckpoint.manager.agreement.decisions import Decisions
@@ -34,13 +32,12 @@ _MAX_BYTES = 4096
 
 
 class TrackedFolder(NamedTuple):
-    """The folder, as the ranks of a group reach it."""
+    """The folder, as the ranks of the default group reach it."""
 
     root: str
     """Path or URL."""
     tracker: str
     """Name of the file."""
-    process_group: dist.ProcessGroup | None
     storage_options: Mapping[str, Any] | None
     timeout_s: float
 
@@ -77,7 +74,7 @@ class TrackedFolder(NamedTuple):
             "auto",
             step=None,
             async_save=async_save,
-            process_group=self.process_group,
+            process_group=None,
             role=None,
             metadata=metadata,
             storage_options=self.storage_options,
@@ -90,12 +87,12 @@ class TrackedFolder(NamedTuple):
         ranks call this together. It first waits until the saves of this process have ended.
         """
         process_state().saves.wait_until_ended()
-        decisions = Decisions(self.process_group, self.shown(), timeout_s=self.timeout_s)
+        decisions = Decisions(None, self.shown(), timeout_s=self.timeout_s)
         return decisions.decide_together(f"looking for a checkpoint in {self.shown()}", decide, kind)
 
     def read(self) -> str | None:
         """Returns the content of the tracker file without white space around it; None if there is no such file. Raises
-        CheckpointNotFoundError if nothing is left.
+        CheckpointNotFoundError if the file is empty or only white space.
         """
         text = self._content(self._store())
         if text == "":
@@ -146,7 +143,7 @@ def folder_at(
     timeout_s: float,
 ) -> TrackedFolder:
     """Returns a folder that all ranks of the default group share."""
-    return TrackedFolder(os.fspath(root), tracker, None, storage_options, timeout_s)
+    return TrackedFolder(os.fspath(root), tracker, storage_options, timeout_s)
 
 
 def _nothing(*_: object) -> None:

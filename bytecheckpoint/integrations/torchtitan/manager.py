@@ -252,7 +252,8 @@ class BcpCheckpointManager(BaseCheckpointManager):
         for name in left_out & set(_ENTRIES):
             state.pop(_ENTRIES[name], None)
         state["extra_state"] = {name: each for name, each in state["extra_state"].items() if name not in left_out}
-        with api.open(path, storage_options=self.config.storage_options) as checkpoint:
+        storage_options = self._storage_options_for(path)
+        with api.open(path, storage_options=storage_options) as checkpoint:
             stored = {name.split(".")[1] for name in checkpoint if name.startswith("extra_state.")}
             stored |= set(checkpoint.objects.get("extra_state", ()))
         excluded = [_glob_of(name, others=state["extra_state"]) for name in sorted(stored - set(state["extra_state"]))]
@@ -260,14 +261,18 @@ class BcpCheckpointManager(BaseCheckpointManager):
             path,
             state,
             exclude=excluded or None,
-            storage_options=self.config.storage_options,
+            storage_options=storage_options,
             options=self.config.load_options,
         )
         _restore_at_first_forward(self._model_parts, report.restore_rng)
 
     def _load_weights(self, path: str, weights: Any) -> None:
-        storage_options = self.config.storage_options if filesystem.is_remote(path) else None
+        storage_options = self._storage_options_for(path)
         load_weights(path, weights, options=self.config.load_options, storage_options=storage_options)
+
+    def _storage_options_for(self, path: str) -> dict[str, Any] | None:
+        """Returns the options of the run; None for a local path, which takes none: an initial checkpoint may be one."""
+        return self.config.storage_options if filesystem.is_remote(path) else None
 
     def _load_for_adapter(self, path: str) -> None:
         """Loads weights of Hugging Face under the names, and with the order of rows, that the adapter gives them."""

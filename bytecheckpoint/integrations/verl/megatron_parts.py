@@ -14,7 +14,7 @@ try:
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
     from verl.utils.megatron_utils import get_hf_model_checkpoint_path
 except ImportError as error:
-    raise missing_framework("verl_megatron", "verl >= 0.8' 'megatron-core") from error
+    raise missing_framework("verl.megatron_parts", "verl >= 0.8' 'megatron-core") from error
 
 
 class BcpMegatronCheckpointManager(RoleManager, MegatronCheckpointManager):

@@ -126,9 +126,9 @@ class RoleSaves:
             self._write_tracker(step)
 
     def load(self, local_path: str, state: Mapping[str, Any]) -> None:
-        """Waits for the save in flight, then loads into the state; nothing for an empty one. Also for that, a
-        checkpoint in verl's folders must be there, and counts as the one that training goes on from. Raises the error
-        of the save, and the errors of `bytecheckpoint.load`.
+        """Waits for the save in flight, then loads into the state, if that is not empty. A checkpoint in verl's folders
+        counts as the one that training goes on from, and must be there for an empty state too. Raises the error of the
+        save, and the errors of `bytecheckpoint.load`.
         """
         self.settle()
         if state:

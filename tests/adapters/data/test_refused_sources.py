@@ -34,12 +34,12 @@ CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rows of another length below a buffer": (
         shuffled_rows(4),
         shuffled_rows(8),
-        r"source ShuffleBuffer\(Packer\[4\]\(list\)\), .* from ShuffleBuffer\(Packer\[8\]\(list\)\)",
+        r"source ShuffleBuffer\[3, .*\]\(Packer\[4\]\(list\)\), .* from ShuffleBuffer\[3, .*\]\(Packer\[8\]\(list\)\)",
     ),
     "another kind of source": (
         {name: Records(samples) for name, samples in LISTS.items()},
         {name: ShuffleBuffer(Lines(samples), 3) for name, samples in LISTS.items()},
-        r"source Records, .* from ShuffleBuffer\(Lines\)",
+        r"source Records, .* from ShuffleBuffer\[3, seed 0\]\(Lines\)",
     ),
     "fewer samples": (LISTS, {**LISTS, "b": [1]}, "stands at sample 3 of epoch 0, and its source of type list has 1"),
     "another stream instead": (LISTS, {"a": LISTS["a"], "c": LISTS["b"]}, "stream 'b' are in the checkpoint"),
@@ -111,11 +111,11 @@ def test_a_position_that_a_loader_cannot_go_on_at_is_refused_before_weights_are_
     taken: list[Any] = []
 
     def refuse(position: Any) -> None:
-        raise bcp.CheckpointMismatchError(f"no multiple of 24: {position}", kind="conflict")
+        raise bcp.CheckpointMismatchError(f"no multiple of 24: {position['count']}", kind="conflict")
 
     class Position(CursorLoader):
         def __init__(self, check: Any = lambda _: None) -> None:
-            super().__init__(lambda: 60, taken.append, check=check)
+            super().__init__(lambda: {"count": 60}, taken.append, key="count", check=check)
 
     saved = {"model": torch.nn.Linear(3, 3), "data": bcp.DataLoaderState(Position(), rank=0, size=1)}
     bcp.save(tmp_path, saved)
@@ -125,4 +125,4 @@ def test_a_position_that_a_loader_cannot_go_on_at_is_refused_before_weights_are_
         bcp.load(tmp_path, state)
     assert torch.equal(state["model"].weight, weight)
     bcp.load(tmp_path, {**state, "data": saved["data"]})
-    assert taken == [60]
+    assert taken == [{"count": 60}]

@@ -426,6 +426,38 @@ def test_a_loader_of_streams_goes_on_exactly(tmp_path: Path) -> None:
     assert begun + rest == whole
 
 
+def test_the_state_of_another_kind_of_loader_is_refused_before_weights_are_filled(tmp_path: Path) -> None:
+    def prepared(data: Any) -> tuple[Any, nn.Module]:
+        of_all = accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+        model, _ = of_all.prepare(nn.Linear(2, 2), DataLoader(data, 2))
+        return of_all, model
+
+    save_state(prepared(bcp.data.Streams({"a": list(range(6))}, rank=0, size=1))[0], tmp_path).result()
+    of_all, model = prepared(list(range(6)))
+    weight = model.weight.detach().clone()
+    with pytest.raises(bcp.CheckpointMismatchError, match="a loader that accelerate has prepared"):
+        load_state(of_all, tmp_path)
+    assert torch.equal(model.weight, weight)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_loader_that_makes_no_batches_goes_on(tmp_path: Path, stateful: bool) -> None:
+    def prepared() -> tuple[Any, Any]:
+        of_all = accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=stateful))
+        return of_all, of_all.prepare(DataLoader(list(range(12)), batch_size=None, shuffle=True))
+
+    torch.manual_seed(3)
+    first, loader = prepared()
+    batches = iter(loader)
+    begun = [next(batches) for _ in range(5)]
+    save_state(first, tmp_path).result()
+    rest = list(batches)
+    assert sorted(begun + rest) == list(range(12))
+    second, loader = prepared()
+    load_state(second, tmp_path)
+    assert list(loader) == (rest if stateful else begun + rest)
+
+
 def test_include_leaves_the_loader_where_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told(["--out", tmp_path, "--save-at", 5, "--stop-at", 5])
     of_all, loader = numbers(tmp_path, stateful=False)

@@ -156,6 +156,18 @@ def test_frozen_parameters_are_left_out_where_asked(tmp_path: Path) -> None:
     assert on_ranks(leave_out_frozen, str(tmp_path)) == [[], []]
 
 
+def test_extra_state_stays_where_frozen_parameters_are_left_out(tmp_path: Path) -> None:
+    from bytecheckpoint.integrations.deepspeed import _trained
+
+    class Scaled(torch.nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"scale": 2}
+
+    model = torch.nn.Sequential(Scaled(2, 2), torch.nn.Linear(2, 2).requires_grad_(False))
+    bcp.save(tmp_path, {"model": _trained(model)})
+    assert bcp.load_tree(tmp_path)["model"]["0._extra_state"] == {"scale": 2}
+
+
 def keep_tags(rank: int, world_size: int, folder: str) -> list[str]:
     """Tags, `latest`, replaced and deleted checkpoints, and what is refused."""
     join_deepspeed(rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
+from bytecheckpoint.integrations.lightning import saves as of_saves
 from bytecheckpoint.integrations.lightning.saves import SaveInFlight
 
 pytestmark = pytest.mark.frameworks
@@ -57,6 +59,44 @@ def test_a_copy_of_a_save_that_fails_is_not_made(tmp_path: Path) -> None:
         saves.settle(timeout_s=60)
     saves.close()
     assert not (tmp_path / "last.ckpt").exists()
+
+
+def test_a_checkpoint_stays_when_the_copy_that_was_to_follow_it_fails(tmp_path: Path) -> None:
+    old, outcome, saves = saved(tmp_path / "old.ckpt"), Future[Any](), SaveInFlight()
+    saves.begin(under_way(outcome))
+    saves.copy(str(tmp_path / "gone.ckpt"), str(tmp_path / "last.ckpt"), None, timeout_s=60)
+    saves.remove(str(old), None)
+    outcome.set_result(None)
+    with pytest.raises(bcp.CheckpointError, match=r"gone\.ckpt"):
+        saves.settle(timeout_s=60)
+    saves.close()
+    assert bcp.open(old)
+
+
+def test_a_copy_is_waited_for_no_longer_than_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, outcome, saves = Event(), Future[Any](), SaveInFlight()
+    monkeypatch.setattr(of_saves, "copy_checkpoint", lambda *_: may_end.wait(60))
+    saves.begin(under_way(outcome))
+    saves.copy("a.ckpt", str(tmp_path / "last.ckpt"), None, timeout_s=60)
+    outcome.set_result(None)
+    with pytest.raises(bcp.CheckpointError, match="still under way 0 s after the save"):
+        saves.settle(timeout_s=60, wait_s=0.0)
+    may_end.set()
+    saves.close()
+
+
+def test_a_link_stays_until_the_checkpoint_that_is_to_be_copied_there_is_committed(tmp_path: Path) -> None:
+    old, source, link = saved(tmp_path / "old.ckpt"), saved(tmp_path / "a.ckpt"), tmp_path / "last.ckpt"
+    link.symlink_to(old.name)
+    outcome, saves = Future[Any](), SaveInFlight()
+    saves.begin(under_way(outcome))
+    saves.copy(str(source), str(link), None, timeout_s=60)
+    assert link.is_symlink()
+    outcome.set_result(None)
+    saves.settle(timeout_s=60)
+    saves.close()
+    assert not link.is_symlink()
+    assert bcp.open(old).info.save_id != bcp.open(link).info.save_id == bcp.open(source).info.save_id
 
 
 def test_a_save_that_is_not_waited_for_long_enough_is_still_found_by_the_next_wait(tmp_path: Path) -> None:

@@ -114,6 +114,23 @@ def test_the_last_checkpoint_is_not_written_a_second_time(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.parametrize("async_save", [True, False])
+def test_training_waits_neither_for_the_save_nor_for_its_copy_as_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, async_save: bool
+) -> None:
+    copied, threads = saves_in_flight.copy_checkpoint, set()
+
+    def noted(*arguments: Any) -> None:
+        threads.add(threading.current_thread() is threading.main_thread())
+        copied(*arguments)
+
+    monkeypatch.setattr(saves_in_flight, "copy_checkpoint", noted)
+    strategy = BcpSingleDeviceStrategy(async_save=async_save)
+    fit(tmp_path, [each_few_steps(tmp_path, save_last=True)], max_steps=6, strategy=strategy)
+    assert threads == {not async_save}
+    assert committed(tmp_path) == {"epoch=0-step=6.ckpt": 6, "last.ckpt": 6}
+
+
 def test_where_files_cannot_be_linked_they_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = os.link
 

@@ -6,12 +6,13 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 from torch import distributed as dist
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
 from frameworks.megatron.bridge_parts import TrainState, config_of, context_of
-from frameworks.megatron.test_megatron_calls import Counting, training
+from frameworks.megatron.test_megatron_calls import TRACKER, Counting, training
 from frameworks.real_megatron import differences, fill
 
 pytestmark = [
@@ -90,6 +91,38 @@ def load_across(rank: int, world_size: int, folder: str) -> list[str]:
 
 def test_bridge_and_megatrons_loop_load_from_one_another(workers: WorkerPool, tmp_path: Path) -> None:
     assert workers.run(load_across, str(tmp_path), world_size=2, timeout_s=280) == [[], []]
+
+
+def load_weights_alone(rank: int, world_size: int, folder: str) -> list[str]:
+    """A checkpoint of bcp.save, under the name of an iteration and as a release."""
+    with training(folder) as (_, built, _, _):
+        from bytecheckpoint.integrations.megatron_bridge import BcpBridgeManager
+
+        fill(built)
+        bcp.save(f"{folder}/iter_0000007", {"model": built.chunks})
+        bcp.save(f"{folder}/release", {"model": built.chunks})
+        parameters = list(built.chunks[0].parameters())
+        wanted = [each.detach().clone() for each in parameters]
+        manager, tracker = BcpBridgeManager(config_of(folder, load_optim=False)), Path(folder, TRACKER)
+        for text, is_trained in (("7", False), ("release", True)):
+            if rank == 0:
+                tracker.write_text(text)
+            dist.barrier()
+            ctx = context_of(built, Counting(), TrainState())
+            if not is_trained:
+                with pytest.raises(bcp.CheckpointMismatchError, match="has no iteration and no counts of samples"):
+                    manager.load(ctx)
+                ctx.optimizer = ctx.opt_param_scheduler = None  # for inference, where nothing begins anew
+            for each in parameters:
+                each.data.zero_()
+            assert manager.load(ctx)[0] == 0
+            assert all(map(torch.equal, parameters, wanted))
+            dist.barrier()
+    return []
+
+
+def test_weights_alone_are_loaded_where_nothing_begins_anew(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(load_weights_alone, str(tmp_path), world_size=2, timeout_s=280) == [[], []]
 
 
 def go_back(rank: int, world_size: int, folder: str) -> list[str]:

@@ -144,6 +144,34 @@ def test_arguments_of_a_load_are_those_of_megatron(workers: WorkerPool, tmp_path
     assert (tmp_path / TRACKER).read_text() == "101"
 
 
+def load_without_positions(rank: int, world_size: int, folder: str) -> None:
+    """A checkpoint of bcp.save says nothing of iterations: only its weights are taken, and only where asked."""
+    with training(folder) as (_, built, _, _):
+        fill(built)
+        bcp.save(f"{folder}/iter_0000007", {"model": built.chunks, "optimizer": built.optimizer})
+        if rank == 0:
+            Path(folder, TRACKER).write_text("7")
+        dist.barrier()
+    with (
+        training(folder) as (_, built, _, load),
+        pytest.raises(bcp.CheckpointMismatchError, match="has no iteration and no counts of samples"),
+    ):
+        load(built.chunks, built.optimizer, None)
+    with training(folder, no_load_optim=True) as (_, built, _, load):  # for inference, where nothing begins anew
+        assert load(built.chunks, None, None) == (0, 0)
+    with training(folder, override_ckpt_iteration=7) as (_, built, _, load):
+        assert load(built.chunks, built.optimizer, None)[0] == 7
+        assert differences(built) == []
+    with training(folder, finetune=True) as (_, built, _, load):
+        assert load(built.chunks, built.optimizer, None) == (0, 0)
+
+
+def test_a_checkpoint_that_does_not_say_where_training_was_is_no_silent_new_beginning(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    workers.run(load_without_positions, str(tmp_path), world_size=2, timeout_s=280)
+
+
 def load_masters(rank: int, world_size: int, folder: str) -> bool:
     """A step after a load of weights alone goes on from them, and not from what the optimizer had."""
     with training(folder) as (_, built, save, _):
@@ -303,6 +331,17 @@ def repeat_a_step(rank: int, world_size: int, folder: str) -> list[str]:
 
 def test_a_step_that_is_to_be_repeated_is_known_after_a_restart(workers: WorkerPool, tmp_path: Path) -> None:
     assert workers.run(repeat_a_step, str(tmp_path), world_size=2, timeout_s=280) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["destroy_rerun_state_machine", "defaultdict", "of_another_release"])
+def test_a_checkpoint_names_nothing_but_enums_and_named_tuples(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.syspath_prepend(DOUBLES)
+    from megatron.core import rerun_state_machine
+
+    from bytecheckpoint.integrations.megatron.plain import with_classes
+
+    with pytest.raises(bcp.CheckpointMismatchError, match=f"the checkpoint names '{name}'"):
+        with_classes({"state": [{"class": name, "items": []}]}, rerun_state_machine)
 
 
 def test_install_replaces_both_functions_where_the_loop_has_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,6 +270,17 @@ def test_an_initial_checkpoint_may_give_everything_and_is_used_once(run: Run, tm
     again.manager.close()
 
 
+def test_a_local_initial_checkpoint_gives_everything_to_a_run_in_object_storage(run: Run, tmp_path: Path) -> None:
+    run.step()
+    run.manager.close()
+    initial = {"initial_load_path": str(tmp_path / "checkpoint/step-1"), "initial_load_model_only": False}
+    place = {"folder": f"memory://{tmp_path.name}", "storage_options": {"use_listings_cache": False}}
+    other = Run(tmp_path / "other", seed=1, **initial, **place)
+    assert other.manager.load()
+    assert other.trained.value == 1
+    other.manager.close()
+
+
 def test_weights_go_to_hugging_face_and_come_back(tmp_path: Path) -> None:
     run = Run(tmp_path, last_save_model_only=True, last_save_in_hf=True)
     run.step()
