@@ -74,8 +74,8 @@ def all_trees(manifest: Manifest) -> list[tuple[str, bytes]]:
 
 
 def stored_leaves(tree: Any, fqn: str) -> dict[str, Any]:
-    """Returns the `leaves` of a checkpoint's tree. Raises CheckpointMismatchError (conflict) where two would have the
-    same FQN: others save such trees.
+    """Returns the `leaves` of a checkpoint's tree. Raises CheckpointMismatchError (unexpected_key) where two would have
+    the same FQN: others save such trees.
     """
     try:
         return leaves(tree, fqn)
@@ -83,7 +83,7 @@ def stored_leaves(tree: Any, fqn: str) -> dict[str, Any]:
         raise CheckpointMismatchError(
             f"{fqn!r:.200} of the checkpoint holds two values of one name, as under the keys 1 and '1', or 'a.b' and "
             "'a'; nothing was loaded: read all of it with load_tree, or its tensors with open",
-            kind="conflict",
+            kind="unexpected_key",
         ) from error
 
 

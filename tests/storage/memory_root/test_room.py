@@ -95,12 +95,12 @@ def test_a_file_system_without_room_is_refused_with_what_helps(
 def test_a_file_system_without_a_limit_refuses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status = SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=0)  # of a tmpfs with size=0, and of a ramfs
     monkeypatch.setattr(room, "os", SimpleNamespace(statvfs=lambda _: status))
-    check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=None)
+    check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=None, is_copy=False)
     with pytest.raises(bcp.CheckpointSaveError, match=r"Memory\(max_bytes"):
-        check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=10 * MIB)
+        check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=10 * MIB, is_copy=False)
     for limits in ("_host_memory", "container_limits"):
         monkeypatch.setattr(room, limits, list)
-    check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=None)
+    check_room(str(tmp_path), 20 * MIB, held_bytes=0, max_bytes=None, is_copy=False)
 
 
 def test_a_full_root_refuses_the_save_and_keeps_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
