@@ -373,7 +373,7 @@ def _discard(plan: _Plan, written: Sequence[DataFile]) -> None:
 
 def _converted(plan: _Plan) -> Converted:
     manifest, selection, target = plan.source.manifest, plan.selection, plan.target
-    sources = [tensor.pieces[0].fqn for tensor in selection.wanted if tensor.pieces]
+    sources = {piece.fqn for tensor in selection.wanted for piece in tensor.pieces}
     # In a link through a map, these names may be those of the other framework, not of the source.
     dtypes = {fqn: manifest.describe(fqn)[0] for fqn in sources if fqn is not None and fqn in manifest.tensors}
     is_cast = [

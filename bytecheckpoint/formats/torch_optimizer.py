@@ -31,7 +31,9 @@ def as_saved_here(value: Mapping[Any, Any]) -> dict[str, Any] | None:
 
 
 def without_tensors(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns the tree, in which TensorRefs stand for the tensors, without these: their names say where they belong."""
+    """Returns the tree without the TensorRefs that are values of a parameter's state, as their names say where they
+    belong; those in lists and dicts there, and those in groups, stay.
+    """
     state = {}
     for name, values in tree["state"].items():
         plain = {key: value for key, value in values.items() if not isinstance(value, TensorRef)}

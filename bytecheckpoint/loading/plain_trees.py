@@ -210,8 +210,11 @@ class PlainData:
                 state.setdefault(key_of(parameter), {})[key] = self._stub(name)
                 placed.add(name)
         groups = [
-            {**group["values"], "params": [key_of(name) for name in group["params"]]}
-            for group in tree["groups"].values()
+            {
+                **self._with_stubs(group["values"], join_fqn(fqn, f"groups.{first}.values"), placed),
+                "params": [key_of(name) for name in group["params"]],
+            }
+            for first, group in tree["groups"].items()
         ]
         other_items = {key: value for key, value in tree.items() if key not in {"state", "groups", BY_POSITION}}
         if not self._request.flatten_optimizer:

@@ -74,7 +74,7 @@ class Targets:
 
 
 def takes_bytes(shard: LocalShard, stored_dtype: str) -> bool:
-    """Returns True if stored bytes can be put into the shard's memory as they are."""
+    """Returns True if stored bytes can be put as they are into the shard's memory, on the host or on a device."""
     if shard.address or shard.dtype != stored_dtype:
         return shard.dtype == stored_dtype
     tensor = shard.tensor

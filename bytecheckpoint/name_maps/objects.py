@@ -25,8 +25,8 @@ class _NotRenamedError(Exception):
 
 
 def mapped_objects(manifest: Manifest, mapped: Mapped) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Returns the plain data as the other framework has it, encoded, by FQN; and the reason for each value that is left
-    out, by FQN: the map drops it, or it is an optimizer that cannot have the new names.
+    """Returns the plain data with the new names in optimizers, encoded, and the reason for each value that is left out:
+    the map drops it, or it is an optimizer that cannot have the new names. Both by FQN in the checkpoint.
     """
     renaming = _ObjectRenaming(manifest, mapped)
     objects: dict[str, bytes] = {}

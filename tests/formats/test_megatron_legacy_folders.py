@@ -177,6 +177,10 @@ def test_copies_that_are_views_of_different_buffers_are_compared(tmp_path: Path)
     buffers = [torch.cat([torch.full((2,), float(rank)), torch.ones(4)]) for rank in range(2)]
     write_ranks(tmp_path / "c", [{name: buffer[2:]} for buffer in buffers], axis="tensor")
     assert_same(model_of(tmp_path / "c"), {name: torch.ones(4)})
+    # With as many bytes as their buffers, of which they have a part.
+    buffers = [torch.cat([torch.ones(2), torch.full((2,), float(rank))]) for rank in range(2)]
+    write_ranks(tmp_path / "d", [{name: buffer[:2].expand(2, 2)} for buffer in buffers], axis="tensor")
+    assert_same(model_of(tmp_path / "d"), {name: torch.ones(2, 2)})
 
 
 def test_a_second_copy_of_the_embedding_that_differs_is_refused(tmp_path: Path) -> None:

@@ -210,6 +210,25 @@ def test_an_optimizer_is_restored_as_torch_itself_would(tmp_path: Path, *, names
 
 
 @pytest.mark.parametrize("names", [False, True])
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_learning_rate_that_is_a_tensor_is_restored(tmp_path: Path, kind: Any, *, names: bool) -> None:
+    """The group got the reference to it."""
+    model, optimizer = trained(names=names)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"] + 0.5)
+    path = save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
+    other, loaded = trained()
+    for group in loaded.param_groups:
+        group["lr"] = kind(0.5)
+    bcp.load(path, {"model": other, "optimizer": loaded})
+    assert [float(group["lr"]) for group in loaded.param_groups] == pytest.approx([0.6, 1.6])
+    assert all(type(group["lr"]) is type(kind(0.5)) for group in loaded.param_groups)
+    found = bcp.load_tree(path)["optimizer"]
+    assert [float(group["lr"]) for group in found["param_groups"]] == pytest.approx([0.6, 1.6])
+    assert found.keys() == {"state", "param_groups"}
+
+
+@pytest.mark.parametrize("names", [False, True])
 def test_an_optimizer_alone_is_restored(tmp_path: Path, *, names: bool) -> None:
     _, optimizer = trained(names=names)
     path = save(optimizer.state_dict(), tmp_path)

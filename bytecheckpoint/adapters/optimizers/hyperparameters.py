@@ -16,8 +16,9 @@ from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.native.parameter_names import ParameterNames
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.errors import and_more
-from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
+from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn, unsupported
 
 _NUM_SHOWN = 3
 _NOT_HYPERPARAMETERS = {"params", "param_names", "is_expert_parallel"}
@@ -73,6 +74,27 @@ def agreed(
         text = f"{fqn}: the parameters of this group were saved in groups with different values of {key!r}"
         problems.append(Problem("conflict", fqn, text))
     return values, problems
+
+
+def refs_in(key: str, value: Any, checkpoint: CheckpointView) -> dict[str, str]:
+    """Returns the state FQNs of tensors of a hyperparameter that lie in data files, as in foreign formats, by leaf."""
+    refs = {leaf: ref for leaf, ref in leaves(value, key).items() if isinstance(ref, TensorRef)}
+    return {leaf: checkpoint.rename(ref.fqn) for leaf, ref in refs.items()}
+
+
+def with_memory(
+    values: Mapping[str, Any], checkpoint: CheckpointView, memory: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Returns hyperparameters with memory, by state FQN, in place of tensors in data files; leaves out one that has a
+    tensor without memory.
+    """
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        refs = refs_in(key, value, checkpoint)
+        if memory.keys() >= set(refs.values()):
+            new = {leaf: memory[name] for leaf, name in refs.items()}
+            found[key] = with_leaves(copy.deepcopy(value), key, new) if new else value
+    return found
 
 
 def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:

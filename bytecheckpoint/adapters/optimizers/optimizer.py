@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import CheckpointView, is_at_or_below
-from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Problem
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, is_at_or_below, placeholder
+from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Problem, not_stored
 from bytecheckpoint.adapters.frameworks.flat_optimizer_state import FlatParamState, differing_error
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
 from bytecheckpoint.adapters.frameworks.fsdp1 import shows_parameter
@@ -32,7 +32,9 @@ from bytecheckpoint.adapters.optimizers.hyperparameters import (
     by_first_parameter,
     clashes,
     problem_of,
+    refs_in,
     set_hyperparameters,
+    with_memory,
 )
 from bytecheckpoint.adapters.optimizers.inner_optimizers import check_steps_wait
 from bytecheckpoint.adapters.optimizers.param_state import (
@@ -74,6 +76,8 @@ class OptimizerEntry:
         self._has_model = False
         """True if the state has a module `model`, whose parameters may have the FQNs of other modules' as names."""
         self._created: CreatedTensors = {}
+        self._hyperparameters: dict[str, torch.Tensor] = {}
+        """Memory that the load fills, by state FQN, for tensors of groups that lie in data files."""
         self._scalars: dict[str, Any] = {}
         """Scalars by FQN. Flat memory has one of each for several parameters."""
         self._found: StoredOptimizer | None = None
@@ -185,7 +189,18 @@ class OptimizerEntry:
             expectation.problems.extend(of_state.problems)
             padding += of_state.padding
         for group in self._groups():
-            expectation.problems.extend(agreed(self._optimized.names(group.parameters), stored, checkpoint)[1])
+            values, problems = agreed(self._optimized.names(group.parameters), stored, checkpoint)
+            expectation.problems.extend(problems)
+            names = {name for key, value in values.items() for name in refs_in(key, value, checkpoint).values()}
+            for name in sorted(names - self._hyperparameters.keys()):
+                tensor = checkpoint.tensors.get(name)
+                if tensor is None:
+                    expectation.problems.append(not_stored(name))
+                else:
+                    self._hyperparameters[name] = torch.empty_like(placeholder(tensor), device="cpu")
+        made = LocalShards(with_addresses=True)
+        made.add_all(self._hyperparameters.items())
+        expectation.shards.extend(made.found)
         return expectation
 
     def _expect_nothing(self, checkpoint: CheckpointView) -> Expectation:
@@ -227,7 +242,7 @@ class OptimizerEntry:
         for group in self._groups():
             if id(group.values) not in self._clashing(stored):
                 values, _ = agreed(self._optimized.names(group.parameters), stored, checkpoint)
-                set_hyperparameters(group.values, values)
+                set_hyperparameters(group.values, with_memory(values, checkpoint, self._hyperparameters))
         for each in self.wrapped:
             each.take_facts(stored.facts())
         if differing:

@@ -82,7 +82,19 @@ def _by_checksums(one: StoredCopy, other: StoredCopy) -> bool | None:
         return None
     if checksums[0] == checksums[1]:
         return True
-    return False if _num_bytes(here) == first.archive.storage(here.storage)[1] else None
+    # What differs may lie outside of the view: an expanded one has the bytes of a storage, and not all of its elements.
+    is_all = _is_dense(here) and _num_bytes(here) == first.archive.storage(here.storage)[1]
+    return False if is_all else None
+
+
+def _is_dense(view: StoredView) -> bool:
+    """Returns True if the elements of a view follow one another, in any order of its dimensions."""
+    expected = 1
+    for stride, length in sorted(zip(view.strides, view.shape, strict=True)):
+        if length > 1 and stride != expected:
+            return False
+        expected *= length
+    return True
 
 
 def _num_bytes(view: StoredView) -> int:
