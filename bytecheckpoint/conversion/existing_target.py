@@ -139,7 +139,7 @@ def files_of_source(place: TargetPlace, names: Iterable[str], source: Source) ->
 
 
 def stale_after_link(place: TargetPlace, replaced: Sequence[str], source: Source) -> list[str]:
-    """Returns those files of a replaced checkpoint that are no files of the source, which a link needs."""
+    """Returns the files of a replaced checkpoint that a link to the source does not need."""
     # Hazard: one folder may have two paths or endpoints that are not seen to be the same, as where it is mounted twice.
     # The names of data files have the id of their save, so that a name of the source's may be a file of the source.
     of_source = {file.name.rpartition("/")[2] for file in source.manifest.files}

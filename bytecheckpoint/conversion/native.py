@@ -22,8 +22,8 @@ from bytecheckpoint.storage.layout import MANIFEST_NAME, data_file_name
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
 
-class _TensorRows(NamedTuple):
-    """The rows of a tensor that a rank writes."""
+class _TensorPart(NamedTuple):
+    """The part of a tensor that a rank writes."""
 
     tensor: int
     region: Region
@@ -76,12 +76,12 @@ def plan_own(
     return TargetPlan(files, by_rank, MANIFEST_NAME, encoded)
 
 
-def _shares(wanted: Sequence[WantedTensor], max_file_bytes: int, num_ranks: int) -> list[_TensorRows]:
-    """Returns all tensors; a tensor that is larger than a file, or than the share of a rank, is cut by rows."""
+def _shares(wanted: Sequence[WantedTensor], max_file_bytes: int, num_ranks: int) -> list[_TensorPart]:
+    """Returns all tensors; a tensor that is larger than a file, or than the share of a rank, is cut."""
     sizes = [prod(tensor.shape) * itemsize(tensor.dtype) for tensor in wanted]
     max_bytes = min(max_file_bytes, max(1 << 20, -(-sum(sizes) // num_ranks)))
     return [
-        _TensorRows(number, region)
+        _TensorPart(number, region)
         for number, tensor in enumerate(wanted)
         for region in split_rows(whole(tensor.shape), max(1, max_bytes // itemsize(tensor.dtype)))
         if region.numel or not prod(tensor.shape)

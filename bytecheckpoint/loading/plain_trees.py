@@ -25,6 +25,8 @@ from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 _NOTHING = object()
 _OF_NAMES = frozenset({"elsewhere", "outside_model"})
 """Keys of an optimizer's tree that say where its parameters were, as their names do."""
+_ONLY_OF_NUMPY = "gG"
+"""Codes of longdouble and clongdouble, which `item` and `tolist` leave as they are."""
 
 
 class TensorStub(NamedTuple):
@@ -259,20 +261,18 @@ def without_numpy(value: Any, fqn: str) -> Any:
     """Returns the value with numpy arrays as tensors (as lists where torch lacks the dtype) and numpy scalars as plain
     numbers, also those nested in its dicts, lists and tuples.
 
-    Other values stay as they are. Raises CheckpointMismatchError (conflict), which names the value, for an array that
-    can become neither a tensor nor a list.
+    Other values stay as they are. Raises CheckpointMismatchError (conflict), which names the value, for one of numpy's
+    that can become none of these.
     """
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.char in _ONLY_OF_NUMPY:
+        raise _not_without_numpy(value, fqn, "torch and Python have no numbers of this precision")
     if isinstance(value, np.ndarray):
         try:
             return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
         except TypeError:
             return value.tolist()
         except ValueError as error:
-            raise CheckpointMismatchError(
-                f"{fqn!r:.200}, an array of {value.dtype}, cannot become a tensor: {error}; nothing was written: leave "
-                "it out with exclude, or convert to another format",
-                kind="conflict",
-            ) from error
+            raise _not_without_numpy(value, fqn, str(error)) from error
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
@@ -281,3 +281,11 @@ def without_numpy(value: Any, fqn: str) -> Any:
         items: Sequence[Any] = [without_numpy(item, join_fqn(fqn, index)) for index, item in enumerate(value)]
         return type(value)(items)
     return value
+
+
+def _not_without_numpy(value: np.ndarray | np.generic, fqn: str, why: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"{fqn!r:.200}, of numpy's {value.dtype}, cannot become a tensor or a number: {why}; nothing was written: "
+        "leave it out with exclude, or convert to another format",
+        kind="conflict",
+    )

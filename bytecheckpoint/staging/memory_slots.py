@@ -236,8 +236,8 @@ class JobMemory:
         return found.save_id not in self._needed() and all(found.path != slot.path for slot in self._slots)
 
     def _reserved_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
-        """Returns a slot that is free and at least `num_bytes` long; without room for one, the slot that `take` names,
-        for which the free ones of this process are unlinked. Raises CheckpointSaveError (no_space).
+        """Returns a slot that is free and at least `num_bytes` long; without room for one, that of the
+        `protected_save`, for which the free ones of this process are unlinked. Raises CheckpointSaveError (no_space).
         """
         needed = self._needed()
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -101,3 +102,12 @@ def test_a_tensor_under_an_empty_name_is_read_and_converted(call, tmp_path) -> N
     assert torch.equal(bcp.load_tree(tmp_path / "a")[""], torch.ones(2))
     assert call("convert", tmp_path / "a", tmp_path / "b.pt", "--to", "torch").code == 0
     assert torch.equal(torch.load(tmp_path / "b.pt")[""], torch.ones(2))
+
+
+@pytest.mark.parametrize("value", [np.longdouble(1.5), np.ones(2, np.clongdouble)], ids=["number", "array"])
+def test_a_number_that_only_numpy_has_is_refused_for_a_file_of_torch(call, tmp_path, value) -> None:
+    bcp.save(tmp_path / "a", {"inside": [{"x": value}]})
+    ended = call("convert", tmp_path / "a", tmp_path / "b.pt", "--to", "torch")
+    assert ended.code != 0
+    assert "inside.0.x" in ended.err
+    assert not (tmp_path / "b.pt").exists()

@@ -62,6 +62,11 @@ def test_rows_are_sorted_within_their_run_and_those_without_a_value_are_last(cal
     assert ["-" if item["step"] is None else str(item["step"]) for item in items] == [*steps[0], *steps[1]]
 
 
+def test_a_foreign_checkpoint_which_has_no_save_id_is_last_in_their_order(call, runs) -> None:
+    items = call("ls", runs / "b", "--sort", "save_id", "--json").json["checkpoints"]
+    assert [item["format"] for item in items] == [*["bytecheckpoint"] * 3, "torch.save"]
+
+
 def test_a_limit_says_how_many_rows_it_leaves_out(call, runs) -> None:
     ended = call("ls", runs / "b", "--limit", 1, "--sort", "val_loss", "--columns", "step,val_loss")
     assert ended.out.splitlines()[2:] == [

@@ -90,7 +90,7 @@ _ON_REQUEST = {
     "save_id": ListColumn(
         Column("save_id", is_whole=True, style="dim"),
         lambda item, _: item.save_id or "-",
-        lambda item: item.save_id,
+        lambda item: item.save_id or None,
     ),
 }
 _ALL = {**_BEFORE_METRICS, **_AFTER_METRICS, **_ON_REQUEST}

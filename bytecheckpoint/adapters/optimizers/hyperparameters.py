@@ -151,7 +151,7 @@ def _is_made_of(value: Any, tensor: torch.Tensor) -> bool:
     try:
         made = torch.as_tensor(value, dtype=tensor.dtype if has_fractions else None, device=tensor.device)
         return torch.equal(made, tensor)
-    except (TypeError, ValueError, RuntimeError):  # None, a string, a dict, a number that the dtype cannot hold
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # None, a text, a dict, a number too large
         return False
 
 

@@ -116,6 +116,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
         self._replaceable: set[int] = set()
         self._decisions = Decisions(None, self.folder, timeout_s=config.options.timeout_s)
         self._folders = on_rank_0(self._decisions, self._begun)
+        """None on other ranks."""
         signals = () if config.load_only else config.stop_signals
         self._stop = AgreedStop(self.folder, signals=signals, timeout_s=config.options.timeout_s)
 

@@ -82,8 +82,8 @@ def read_fully(fd: int, byte_offset: int, buffer: memoryview, on_filled: FillHoo
 
 
 def read_pieces(fd: int, byte_offset: int, buffers: Sequence[memoryview], on_filled: PiecesHook) -> int:
-    """Fills buffers, none of them empty, with a file's bytes from `byte_offset` on. Returns their number like
-    `read_fully`.
+    """Fills buffers, none of them empty, with a file's bytes from `byte_offset` on. Returns the number of
+    bytes, as `read_fully` does.
     """
     filled = first = 0
     ends = [*accumulate(map(len, buffers))]

@@ -571,6 +571,7 @@ SAME_OR_NOT: list[tuple[Any, Any, bool]] = [
     ("0.1", torch.tensor(0.1), False),
     ({}, torch.tensor(0.1), False),
     (2**70, torch.tensor(0), False),
+    (10**400, torch.tensor(0.1), False),
 ]
 
 
