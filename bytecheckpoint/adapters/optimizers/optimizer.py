@@ -191,13 +191,13 @@ class OptimizerEntry:
         for group in self._groups():
             values, problems = agreed(self._optimized.names(group.parameters), stored, checkpoint)
             expectation.problems.extend(problems)
-            names = {name for key, value in values.items() for name in refs_in(key, value, checkpoint).values()}
-            for name in sorted(names - self._hyperparameters.keys()):
-                tensor = checkpoint.tensors.get(name)
+            refs = {fqn for key, value in values.items() for fqn in refs_in(key, value, checkpoint).values()}
+            for fqn in sorted(refs - self._hyperparameters.keys()):
+                tensor = checkpoint.tensors.get(fqn)
                 if tensor is None:
-                    expectation.problems.append(not_stored(name))
+                    expectation.problems.append(not_stored(fqn))
                 else:
-                    self._hyperparameters[name] = torch.empty_like(placeholder(tensor), device="cpu")
+                    self._hyperparameters[fqn] = torch.empty_like(placeholder(tensor), device="cpu")
         made = LocalShards(with_addresses=True)
         made.add_all(self._hyperparameters.items())
         expectation.shards.extend(made.found)

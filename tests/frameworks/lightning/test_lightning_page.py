@@ -36,4 +36,5 @@ def test_the_example_goes_on_with_the_same_losses(tmp_path: Path) -> None:
     assert len(example.read_text().splitlines()) <= 80
     command = [sys.executable, str(example), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "went on from step 28: same losses: True" in done.stdout
+    # Killed a step after the save of step 28: last.ckpt is copied beside training, and may still be an earlier one.
+    assert re.search(r"went on from step (7|14|21|28): same losses: True", done.stdout)
