@@ -36,9 +36,15 @@ def read_abandoned(store: Store) -> dict[int, str]:
     """
     try:
         branch = msgspec.json.decode(read_whole(store, BRANCH_NAME, max_bytes=MAX_RECORD_BYTES), type=Branch)
+        return {int(step): save_id for step, save_id in branch.abandoned.items() if step.isdecimal()}
     except CheckpointNotFoundError:
         return {}
-    except msgspec.DecodeError as error:  # without it, steps that were left would be restored, and good ones deleted
+    except UnsafeCheckpointError:
+        raise
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # without it, steps that were left would be restored, and good ones deleted
         raise CheckpointCorruptError(
             f"{join_name(str(store), BRANCH_NAME)}, which lists the steps that training left when it went back to an "
             f"earlier one, is damaged ({error}); no step was restored or deleted: delete the steps of that list that "
@@ -46,7 +52,6 @@ def read_abandoned(store: Store) -> dict[int, str]:
             kind="bad_manifest",
             path=str(store),
         ) from error
-    return {int(step): save_id for step, save_id in branch.abandoned.items() if step.isdecimal()}
 
 
 def present_abandoned(store: Store, abandoned: Mapping[int, str] | None = None) -> dict[int, str]:

@@ -159,7 +159,11 @@ def test_abandoned_steps_whose_record_is_too_long_do_not_count_as_good(
             read(store)
 
 
-@pytest.mark.parametrize("content", ["", '{"abandoned": {"2', "[]"], ids=["empty", "cut off", "another form"])
+@pytest.mark.parametrize(
+    "content",
+    ["", '{"abandoned": {"2', "[]", '{"abandoned": {"' + "9" * 5000 + '": "a"}}', '{"x":' + "[" * 100_000],
+    ids=["empty", "cut off", "another form", "a huge step", "deep"],
+)
 def test_abandoned_steps_whose_record_is_damaged_do_not_count_as_good(
     store: Store, tmp_path: Path, content: str
 ) -> None:

@@ -78,7 +78,7 @@ def agreed(
 
 def refs_in(key: str, value: Any, checkpoint: CheckpointView) -> dict[str, str]:
     """Returns the state FQNs of tensors of a hyperparameter that lie in data files, as in foreign formats, by leaf."""
-    refs = {leaf: ref for leaf, ref in leaves(value, key).items() if isinstance(ref, TensorRef)}
+    refs = {leaf: ref for leaf, ref in leaves(value, key, may_repeat=True).items() if isinstance(ref, TensorRef)}
     return {leaf: checkpoint.rename(ref.fqn) for leaf, ref in refs.items()}
 
 

@@ -691,3 +691,14 @@ def num_walks_of_a_load(path: Path, num_parameters: int) -> int:
 
 def test_a_load_goes_through_a_group_as_often_however_many_parameters_it_has(tmp_path: Path) -> None:
     assert num_walks_of_a_load(tmp_path / "few", 3) == num_walks_of_a_load(tmp_path / "many", 30)
+
+
+def test_a_hyperparameter_without_a_name_may_hold_a_value_without_a_name(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.25)
+    optimizer.param_groups[0][""] = {"": 1, "a": 2}
+    model = torch.nn.ParameterDict({"w": weight})
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    optimizer.param_groups[0][""] = {"": 0, "a": 0}
+    bcp.load(tmp_path, {"model": model, "optimizer": optimizer})
+    assert optimizer.param_groups[0][""] == {"": 1, "a": 2}
