@@ -123,11 +123,11 @@ class CheckpointManager:
             return self._look(None, 0)
         options = self._options
         target = open_second(options, self._role)  # before the claim: it may refuse what it is given
+        abandoned_steps.read_abandoned(self._store)  # likewise: a damaged list must not end a run that goes on
         clock = StorageClock(offset_of(self._store))
         generation = claim(self._store, time=clock.now())
         end_pins_ahead(self._store)
-        # After the claim: what an earlier manager commits from now on is not seen here.
-        opened = self._look(clock, generation.number)
+        opened = self._look(clock, generation.number)  # after the claim: later commits of others are not seen here
         background = Background(generation, self._keep, clock, reads_steps=not save_policies.is_step_only(self._policy))
         self._owned = OwnedRoot(generation, background, clock)
         if target is not None:

@@ -191,6 +191,13 @@ def test_a_run_whose_list_of_abandoned_steps_is_damaged_restores_and_deletes_not
         manager.restore({"step": 0})
     assert bcp.steps(tmp_path) == [1, 2, 3, 4]
     record.write_bytes(sound)
+    with manager_at(bcp.keep_policies.All()) as running:
+        record.write_bytes(sound[:-3])
+        with pytest.raises(CheckpointCorruptError, match="is damaged"):
+            manager_at(bcp.keep_policies.All())
+        record.write_bytes(sound)
+        running.save(5, {"step": 50})  # the root still is its own
+    bcp.delete(tmp_path, 5)
     with manager_at(bcp.keep_policies.All()) as manager:
         state = {"step": 0}
         manager.restore(state)
