@@ -46,6 +46,13 @@ def decode_failure(message: bytes) -> CheckpointError:
     return cls(failure.message, kind=failure.kind, path=failure.path, step=failure.step, ranks=failure.ranks)
 
 
+def no_thread(error: RuntimeError, use: str) -> CheckpointError:
+    """Returns the error (rank_failed) for a thread that could not be started; `use` says what takes threads, and what
+    to do.
+    """
+    return CheckpointError(f"the process can have no more threads ({error}), of which {use}", kind="rank_failed")
+
+
 def shown_ranks(global_ranks: Sequence[int]) -> str:
     """Returns the ranks as errors name them, such as `ranks [0, 3]`."""
     return f"rank {global_ranks[0]}" if len(global_ranks) == 1 else f"ranks {list(global_ranks)}"

@@ -16,6 +16,7 @@ import msgspec
 import xxhash
 
 from bytecheckpoint.distributed.connection import Connection, PeerLeftError
+from bytecheckpoint.distributed.failures import no_thread
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Address, Listener, connect
 from bytecheckpoint.distributed.wire import HEADER, WireHeader, check_digest, damaged, seal
@@ -117,14 +118,11 @@ class _Transfer:
         """Calls `do` on a thread. Raises CheckpointError (rank_failed) if there can be no more threads."""
         try:
             self._futures.append(self._pool.submit(self._failing_together()(do), *arguments))
+        except CheckpointError:  # raised by a signal handler
+            raise
         except RuntimeError as error:
-            if isinstance(error, CheckpointError):  # raised by a signal handler
-                raise
-            raise CheckpointError(
-                f"the process can have no more threads ({error}), of which one is taken for each rank that bytes are "
-                "fetched from or sent to: raise the limit",
-                kind="rank_failed",
-            ) from error
+            use = "one is taken for each rank that bytes are fetched from or sent to: raise the limit"
+            raise no_thread(error, use) from error
 
     def _admit(self, connection: Connection, message: bytes) -> Callable[[], None]:
         self._outbound.append(connection)

@@ -21,7 +21,7 @@ import msgspec
 
 from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.connection import GRACE_S, Activity, Connection, PeerLeftError
-from bytecheckpoint.distributed.failures import shown_ranks
+from bytecheckpoint.distributed.failures import no_thread, shown_ranks
 from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Listener, connect
@@ -205,14 +205,11 @@ class _Exchange:
         """Calls `do` on a thread. Raises CheckpointError (rank_failed) if there can be no more threads."""
         try:
             self._futures.append(self._pool.submit(self._failing_together()(do), *arguments))
+        except CheckpointError:  # raised by a signal handler
+            raise
         except RuntimeError as error:
-            if isinstance(error, CheckpointError):  # raised by a signal handler
-                raise
-            raise CheckpointError(
-                f"the process can have no more threads ({error}), of which the exchange takes one for each rank that "
-                'this one is connected to: raise the limit, or load with LoadOptions(exchange="off")',
-                kind="rank_failed",
-            ) from error
+            use = "the exchange takes one for each rank that this one is connected to"
+            raise no_thread(error, f'{use}: raise the limit, or load with LoadOptions(exchange="off")') from error
         return self._futures[-1]
 
     def _admit(self, connection: Connection, message: bytes) -> Callable[[], None]:
