@@ -118,6 +118,13 @@ def test_a_large_transposed_matrix_is_refused_by_name(tmp_path: Path) -> None:
     assert ".contiguous()" in caught.value.message
 
 
+def test_texts_of_numpy_come_back_also_empty_ones(tmp_path: Path) -> None:
+    texts = {"empty": np.str_(""), "bytes": np.bytes_(b""), "text": np.str_("日本"), "some": np.bytes_(b"ab")}
+    objects = plain_leaves(bcp.open(save(texts, tmp_path)))
+    assert objects == texts
+    assert all(type(objects[name]) is type(text) for name, text in texts.items())
+
+
 def test_plain_data_comes_back_beside_the_tensors(tmp_path: Path) -> None:
     state = {
         "epoch": 3,

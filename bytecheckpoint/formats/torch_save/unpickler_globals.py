@@ -25,7 +25,7 @@ from bytecheckpoint.formats.torch_save.unpickler import (
     check_keys,
     is_crafted,
 )
-from bytecheckpoint.manifest.plain_wire import MAX_DIMS
+from bytecheckpoint.manifest.plain_wire import MAX_DIMS, scalar_from_wire
 
 _NUMPY_DTYPE = re.compile(r"\A[<>|=]?[biufcSU][0-9]{1,9}\Z")
 _NUMPY_ADVICE = "save numbers and texts only, as by .tolist() or .astype(str)"
@@ -282,8 +282,10 @@ def _array(content: Any, dtype: Any, shape: Any, order: Any = "C") -> np.ndarray
     return np.frombuffer(content, dtype.dtype).reshape(_naturals(shape), order=order)
 
 
-def _numpy_scalar(dtype: Any, content: Any = None) -> np.generic:
-    return _array(content, dtype, ())[()]  # type: ignore[return-value]  # an index of no dimension gives a scalar
+def _numpy_scalar(dtype: Any, content: Any = None) -> Any:
+    if not isinstance(dtype, PickledDtype) or type(content) is not bytes:
+        raise PickleError("it holds a numpy object, which is not plain data")
+    return scalar_from_wire((dtype.dtype.str, (), content))
 
 
 def _numbers(*args: Any) -> complex:
