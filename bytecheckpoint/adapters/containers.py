@@ -86,7 +86,10 @@ class PlainEntry:
             if type(simple.get(fqn)) is TensorRef and type(value) in PLAIN_TENSORS:
                 tensors.append((fqn, value))
                 continue
-            if fqn in facts or checkpoint.skips(fqn):
+            if fqn in facts:
+                continue
+            if checkpoint.skips(fqn):
+                self._skipped.add(fqn)
                 continue
             expectation.claims.add(fqn)
             if refused.has(fqn):

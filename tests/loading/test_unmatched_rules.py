@@ -123,6 +123,14 @@ def test_an_empty_state_is_refused(tmp_path: Path, saved: Path) -> None:
         bcp.load(saved, {})
 
 
+@pytest.mark.parametrize("value", [2, torch.zeros(2)], ids=["plain", "tensor"])
+def test_a_value_that_include_leaves_out_is_skipped_also_where_nothing_is_stored(saved: Path, value: Any) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match="nothing would be loaded"):
+        bcp.load(saved, {"new": value}, include="epoch")
+    with pytest.warns(UserWarning, match="nothing of the state was filled"):
+        assert bcp.load(saved, {"new": value}, include="epoch", strict=False).skipped == ["new"]
+
+
 def test_a_rank_may_have_nothing_where_another_one_has(workers: WorkerPool, tmp_path: Path) -> None:
     workers.run(save_on_one_rank, str(tmp_path), world_size=2)
     assert float(bcp.open(tmp_path)["x"][0]) == 1.0
