@@ -187,8 +187,10 @@ def _problems(fqn: str, value: Any, checkpoint: CheckpointView) -> list[Problem]
         return [Problem("missing_key", fqn, f"{fqn}: a tensor in the checkpoint, plain data in the state")]
     if fqn not in checkpoint.tree_leaves:
         return [not_stored(fqn)]
-    if not isinstance(found, torch.Tensor) or not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor):
         return []
+    if not isinstance(found, torch.Tensor):
+        return [Problem("missing_key", fqn, f"{fqn}: plain data in the checkpoint, a tensor in the state")]
     if value.shape != found.shape:
         text = f"{fqn}: shape {list(found.shape)} in the checkpoint, {list(value.shape)} in the state"
         return [Problem("shape", fqn, text)]

@@ -591,6 +591,16 @@ def test_an_empty_list_takes_a_stored_list_with_tensors_over(tmp_path: Path, asy
     assert losses[2][1].shape == (0,)
 
 
+def test_a_tensor_stays_where_the_checkpoint_has_plain_data(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"group": {"lr": 0.5, "step": 7}})
+    rate = torch.tensor(0.25)
+    state = {"group": {"lr": rate, "step": 0}}
+    report = bcp.load(tmp_path, state, strict=False)
+    assert report.missing == ["group.lr"]
+    assert state["group"]["lr"] is rate
+    assert (rate, state["group"]["step"]) == (0.25, 7)
+
+
 def test_a_list_of_tensors_that_an_object_cannot_take_is_loaded_as_the_error_says(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"x": [torch.ones(2), 3]})
     with pytest.raises(bcp.CheckpointMismatchError, match=r"load it as \{'x': \[\]\}"):
