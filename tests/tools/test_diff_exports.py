@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -128,6 +129,24 @@ def test_tied_weights_of_an_export_are_the_same(call, tmp_path) -> None:
     convert(call, tmp_path / "run", tmp_path / "hf", "--to", "hf")
     ended = call("diff", tmp_path / "run", tmp_path / "hf", "--to", "hf")
     assert ended.code == 0, ended.out
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_values_that_an_export_holds_in_another_form_are_the_same(call, tmp_path, to) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([("w", weight)], lr=torch.tensor(0.5))  # a small tensor in plain data
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    values = {"loss": np.float64(0.25), "table": np.arange(3), "seen": [{2, 1}, Path("/a")], "last": np.str_("x")}
+    bcp.save(tmp_path / "run", {"w": weight, "optimizer": optimizer, "values": values})
+    convert(call, tmp_path / "run", tmp_path / "export", "--to", to)
+    ended = call("diff", tmp_path / "run", tmp_path / "export", "--to", to)
+    assert ended.code == 0, ended.out
+    values["table"][1] = optimizer.param_groups[0]["lr"][...] = 2
+    bcp.save(tmp_path / "other", {"w": weight, "optimizer": optimizer, "values": values})
+    result = call("diff", tmp_path / "other", tmp_path / "export", "--to", to, "--json").json
+    assert [item["fqn"] for item in result["objects"]] == ["optimizer.groups.w.values.lr", "values.table"]
+    assert not result["only_in_b"]
 
 
 def test_stripping_a_prefix_is_a_rename(call, run, tmp_path) -> None:

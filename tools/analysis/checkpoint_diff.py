@@ -8,8 +8,12 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from bytecheckpoint.checkpoint import read_whole
+from bytecheckpoint.loading.read import Source
 from bytecheckpoint.manifest.plain_wire import TensorRef
+from bytecheckpoint.options import LoadOptions
 
 from ..arguments import Opened
 from ..render.terminal import byte_progress
@@ -94,7 +98,8 @@ def compare_checkpoints(
     Raises the errors of a load.
     """
     started = time.monotonic()
-    named_a, named_b = named_values(a.manifest, is_wanted), named_values(b.manifest, is_wanted)
+    all_a, all_b = named_values(a.manifest, is_wanted), named_values(b.manifest, is_wanted)
+    named_a, named_b = _with_small_tensors(all_a, a, all_b), _with_small_tensors(all_b, b, all_a)
     common = in_natural_order(named_a.tensors.keys() & named_b.tensors.keys())
     pairs = {fqn: TensorPair(named_a.tensors[fqn], named_b.tensors[fqn]) for fqn in common}
     same_shape = [pair for pair in pairs.values() if a.manifest.describe(pair.a)[1] == b.manifest.describe(pair.b)[1]]
@@ -114,6 +119,20 @@ def compare_checkpoints(
         num_bytes_same=compared.num_bytes_same,
         seconds=time.monotonic() - started,
     )
+
+
+def _with_small_tensors(named: NamedValues, opened: Opened, other: NamedValues) -> NamedValues:
+    """Returns the contents with those tensors among the values, read, that the other checkpoint has there."""
+    values = {fqn: other.values.get(ValueKey(fqn, None)) for fqn in named.tensors}
+    shapes = {fqn: tuple(value.shape) for fqn, value in values.items() if isinstance(value, torch.Tensor)}
+    stored = {fqn: named.tensors[fqn] for fqn in shapes}
+    small = {fqn: name for fqn, name in stored.items() if opened.manifest.describe(name)[1] == shapes[fqn]}
+    if not small:
+        return named
+    source = Source(opened.store, opened.folder, opened.manifest, LoadOptions(), is_exchanged=False, path=opened.path)
+    read = read_whole(source, list(dict.fromkeys(small.values())))
+    tensors = {fqn: name for fqn, name in named.tensors.items() if fqn not in small}
+    return NamedValues(tensors, named.values | {ValueKey(fqn, None): read[name] for fqn, name in small.items()})
 
 
 def _is_near(tensor: TensorDifference) -> bool:

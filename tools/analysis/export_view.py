@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_types import as_plain
 from bytecheckpoint.conversion.link import link_manifest
 from bytecheckpoint.conversion.mapped_source import mapped_view, names_for_experts
+from bytecheckpoint.loading.plain_trees import without_numpy
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import LeftOut, SelectionRequest
 from bytecheckpoint.manifest import Manifest
@@ -48,7 +51,22 @@ def export_of(opened: Opened, names: NameOptions, *, exclude: Sequence[str], bes
         left_out += [LeftOut(fqn, 0, 0, "plain data") for fqn in (*manifest.objects, *manifest.rank_objects)]
         experts = names_for_experts(request, source, CheckpointFolder(beside.store, beside.folder))
         manifest = replace(_with_separate_experts(manifest, experts), objects={}, rank_objects={})
+    elif to != "bcp":
+        objects = {fqn: _as_written(to, fqn, data) for fqn, data in manifest.objects.items()}
+        manifest = replace(manifest, objects=objects)
     return ExportView(opened._replace(manifest=manifest), left_out)
+
+
+def _as_written(to: str, fqn: str, data: bytes) -> bytes:
+    """Returns encoded plain data with values in place of those that the format of torch does not know."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return type(value)({key: plain(item) for key, item in value.items()})
+        return type(value)(map(plain, value)) if type(value) in (list, tuple) else as_plain(value)
+
+    value = plain(decode_plain(data))
+    return encode_plain(without_numpy(value, fqn) if to == "torch" else value, fqn, keep_in_tree)
 
 
 def _with_separate_experts(manifest: Manifest, experts: str) -> Manifest:
