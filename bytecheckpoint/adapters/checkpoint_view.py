@@ -245,8 +245,7 @@ class CheckpointView:
         source = self._tree_names.get(fqn)
         if source is None:
             return None
-        tree = self.trees[source]
-        return StoredTree(source, tree, any(map(self.takes, stored_leaves(tree, source))))
+        return StoredTree(source, self.trees[source], any(map(self.takes, stored_leaves(self.trees[source], source))))
 
     def object_tree(self, fqn: str) -> StoredTree | None:
         """Returns the tree that the object of this state FQN was saved as: an entry, the only item of a list of
@@ -275,8 +274,9 @@ class CheckpointView:
         if source is None:
             below = ((at[len(fqn) :], to) for at, to in self._sources.items() if not fqn or at.startswith(f"{fqn}."))
             source = next((leaf.removesuffix(path) for path, leaf in below if leaf.endswith(path)), None)
-        tree = None if source is None else self._tree_at(source)
-        return None if source is None or tree is None else StoredTree(source, tree, is_taken=True)
+        if source is None or (tree := self._tree_at(source)) is None:
+            return None
+        return StoredTree(source, tree, any(map(self.takes, stored_leaves(tree, source))))
 
     @cached_property
     def _sources(self) -> dict[str, str]:

@@ -77,7 +77,7 @@ class StatefulEntry:
         shown = self._show()
         if not self._current:
             self._current, self._target.live = leaves(shown, self.fqn), subclasses_in(shown, self.fqn)
-        found = checkpoint.object_tree(self.fqn)
+        found = checkpoint.object_tree(self.fqn) or checkpoint.subtree(self.fqn)
         self._found = None
         if found is not None and not found.fqn:  # all of a checkpoint, which may be the state of this object
             shown_names = self._current.keys() - {self.fqn}  # an empty state is one leaf, under the object's own name

@@ -259,6 +259,26 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
         bcp.load(path, {"optimizer": other, "model": wider})
 
 
+@pytest.mark.parametrize("exclude", [[], ["actor.scheduler.*"], ["actor.optimizer.*"]], ids=str)
+def test_an_optimizer_and_a_scheduler_inside_a_dict_are_restored(tmp_path: Path, exclude: list[str]) -> None:
+    def actor(step_size: int, num_steps: int) -> dict[str, Any]:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size)
+        for _ in range(num_steps):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+    saved, live, before = actor(4, 2), actor(5, 1), actor(5, 1)
+    path = save({"actor": {key: value.state_dict() for key, value in saved.items()}}, tmp_path)
+    bcp.load(path, {"actor": live}, exclude=exclude)
+    for key, value in live.items():
+        expected = before if f"actor.{key}.*" in exclude else saved
+        torch.testing.assert_close(value.state_dict(), expected[key].state_dict(), rtol=0, atol=0)
+
+
 def test_a_dict_that_only_looks_like_an_optimizer_is_plain_data(tmp_path: Path) -> None:
     odd = {"state": {}, "param_groups": [{"params": [[1], {}]}]}
     assert plain_leaves(bcp.open(save({"x": odd}, tmp_path)))["x.param_groups"] == [{"params": [[1], {}]}]

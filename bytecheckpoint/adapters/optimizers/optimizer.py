@@ -250,7 +250,7 @@ class OptimizerEntry:
 
     def _find(self, checkpoint: CheckpointView) -> StoredOptimizer | None:
         if self._found is None:
-            tree = checkpoint.object_tree(self.fqn)
+            tree = checkpoint.object_tree(self.fqn) or checkpoint.subtree(self.fqn)
             if tree is not None and is_optimizer_tree(tree.tree):
                 groups = [group.parameters for group in self._groups()]
                 # True if each is at the position that its parameter would have in an optimizer of the unwrapped model.
