@@ -229,6 +229,20 @@ def test_a_learning_rate_that_is_a_tensor_is_restored(tmp_path: Path, kind: Any,
 
 
 @pytest.mark.parametrize("names", [False, True])
+def test_state_that_parameters_share_is_restored_for_each(tmp_path: Path, *, names: bool) -> None:
+    model, optimizer = trained(names=names)
+    shared = torch.tensor(7.0)
+    for values in optimizer.state.values():
+        values["step"] = shared
+    path = save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
+    other, loaded = trained()
+    bcp.load(path, {"model": other, "optimizer": loaded})
+    steps = [values["step"] for values in loaded.state.values()]
+    assert steps == [shared] * 4
+    assert len(set(map(id, steps))) == 4
+
+
+@pytest.mark.parametrize("names", [False, True])
 def test_an_optimizer_alone_is_restored(tmp_path: Path, *, names: bool) -> None:
     _, optimizer = trained(names=names)
     path = save(optimizer.state_dict(), tmp_path)

@@ -6,7 +6,8 @@ a fused, a wrapped and a derived optimizer can each load what another of them sa
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -97,22 +98,29 @@ def with_memory(
     return found
 
 
-def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+def set_hyperparameters(
+    group: dict[str, Any], values: Mapping[str, Any], filled: MutableMapping[int, torch.Tensor]
+) -> None:
     """Copies values into a group. A tensor of the group, or in a tuple or list there, as betas are, is filled in place,
     because captured graphs hold it; one that cannot hold the value is replaced. A number of the group stays a number
     where the value is a tensor of one element.
+
+    `filled` has the values that this load has put into tensors of other groups, by the tensor's id. A tensor that was
+    one for two groups, as torch makes of a default, becomes two where their values differ.
     """
     for key, value in values.items():
-        group[key] = _taken_over(group.get(key), value)
+        group[key] = _taken_over(group.get(key), value, filled)
 
 
-def _taken_over(own: Any, value: Any) -> Any:
+def _taken_over(own: Any, value: Any, filled: MutableMapping[int, torch.Tensor]) -> Any:
     if type(own) in (list, tuple) and type(value) in (list, tuple) and len(own) == len(value):
-        return type(value)(map(_taken_over, own, value))
+        return type(value)(map(_taken_over, own, value, repeat(filled)))
     if isinstance(own, torch.Tensor):
         new = _tensor_of(value, own.dtype)
         new = new.reshape(()) if new is not None and new.numel() == 1 else new
         if new is not None and _spreads_over(new.shape, own.shape):
+            if not same_value(filled.setdefault(id(own), new), new):
+                own = torch.empty_like(own)
             own.detach().copy_(new)
             return own
     is_one = isinstance(value, torch.Tensor) and value.numel() == 1

@@ -239,10 +239,11 @@ class OptimizerEntry:
             if state.fits:
                 state.finish(checkpoint)
         differing = [text for flat in self._flat_states(stored) for text in flat.finish(stored)]
+        filled: dict[int, torch.Tensor] = {}
         for group in self._groups():
             if id(group.values) not in self._clashing(stored):
                 values, _ = agreed(self._optimized.names(group.parameters), stored, checkpoint)
-                set_hyperparameters(group.values, with_memory(values, checkpoint, self._hyperparameters))
+                set_hyperparameters(group.values, with_memory(values, checkpoint, self._hyperparameters), filled)
         for each in self.wrapped:
             each.take_facts(stored.facts())
         if differing:

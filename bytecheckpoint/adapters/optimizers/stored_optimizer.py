@@ -76,11 +76,13 @@ class StoredOptimizer:
             for first, group in saved.tree["groups"].items()
             for name in group["params"]
         }
+        # Of two that are renamed to one name, exclude leaves out one: the other comes later and stays.
+        self._sources = {checkpoint.rename(source): source for source in sorted(checkpoint.saved, key=checkpoint.takes)}
         self._tensors: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
         prefix = f"{join_fqn(saved.fqn, 'state')}."
         for state_fqn, tensor in checkpoint.tensors.items():
             # Of an optimizer with an empty name, earlier versions put `.state.` before the names of the state.
-            own = tensor.fqn if saved.fqn else tensor.fqn.removeprefix(".")
+            own = self._sources[state_fqn] if saved.fqn else self._sources[state_fqn].removeprefix(".")
             if own.startswith(prefix):
                 name, key = split_state_path(own[len(prefix) :], self._groups)
                 if name:
@@ -100,8 +102,6 @@ class StoredOptimizer:
         elif has_order and self._lengths == self._stored_lengths:
             names = chain.from_iterable(groups)
             self._by_state_fqn = {fqn: str(at) for at, of_parameter in enumerate(names) for fqn in of_parameter.fqns}
-        # Of two that are renamed to one name, exclude leaves out one: the other comes later and stays.
-        self._sources = {checkpoint.rename(source): source for source in sorted(checkpoint.saved, key=checkpoint.takes)}
 
     def _find_by_name(self) -> None:
         for name in self._groups:

@@ -204,6 +204,18 @@ def test_a_tensor_learning_rate_keeps_its_tensor_and_a_number_stays_a_number(tmp
         assert type(with_number.param_groups[0]["lr"]) is float
 
 
+@pytest.mark.parametrize("rates", [(0.5, 0.25), (torch.tensor(0.5), torch.tensor(0.25))], ids=["numbers", "tensors"])
+def test_a_tensor_that_is_the_rate_of_two_groups_becomes_two_where_they_differ(tmp_path: Path, rates: Any) -> None:
+    model = nn.Linear(2, 2)
+    groups = [{"params": [each], "lr": rate} for each, rate in zip(model.parameters(), rates, strict=True)]
+    bcp.save(tmp_path, {"model": model, "optimizer": torch.optim.Adam(groups)})
+    own = torch.tensor(0.1)
+    optimizer = torch.optim.Adam([{"params": [each]} for each in model.parameters()], lr=own)
+    bcp.load(tmp_path, {"model": model, "optimizer": optimizer})
+    assert optimizer.param_groups[0]["lr"] is own
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+
+
 @pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
 def test_a_learning_rate_that_is_learned_is_filled_in_place(tmp_path: Path, rate: Any) -> None:
     model = nn.Linear(2, 2)
