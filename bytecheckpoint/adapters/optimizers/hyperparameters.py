@@ -15,7 +15,7 @@ import torch
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.native.parameter_names import ParameterNames
-from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
+from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredGroup, StoredOptimizer
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.errors import and_more
@@ -54,48 +54,61 @@ def by_first_parameter(
 
 
 def agreed(
-    parameters: Iterable[ParameterNames], stored: StoredOptimizer, checkpoint: CheckpointView
+    parameters: Iterable[ParameterNames],
+    stored: StoredOptimizer,
+    checkpoint: CheckpointView,
+    memory: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Returns the selected hyperparameters, by name, with which the parameters of a group were saved, and the problems.
     One that some were saved with and others not, or with other values, is left out, and is a problem.
+
+    `memory`, by state FQN, stands in place of tensors that lie in data files, as in foreign formats. Those of which it
+    has none count as equal, and a hyperparameter with such a tensor is left out.
     """
-    by_parameter = map(stored.group, parameters)
-    groups = {of_parameter.fqn: of_parameter for of_parameter in by_parameter if of_parameter is not None}
+    groups = _saved_groups(parameters, stored)
     values, problems = {}, []
-    keys = dict.fromkeys(key for of_parameters in groups.values() for key in of_parameters.values)
+    keys = dict.fromkeys(key for of_parameters in groups for key in of_parameters.values)
     for key in (key for key in keys if key not in _NOT_HYPERPARAMETERS):
-        selected = [of_parameters for of_parameters in groups.values() if stored.takes(of_parameters, key)]
-        if not selected:
-            continue
-        first = selected[0]
-        if all(key in other.values and same_value(first.values[key], other.values[key]) for other in selected):
-            values[key] = first.values[key]
-            continue
-        fqn = checkpoint.rename(join_fqn(first.fqn, key))
-        text = f"{fqn}: the parameters of this group were saved in groups with different values of {key!r}"
-        problems.append(Problem("conflict", fqn, text))
+        selected = [of_parameters for of_parameters in groups if stored.takes(of_parameters, key)]
+        found = [_filled(key, of_parameters.values.get(key), checkpoint, memory) for of_parameters in selected]
+        if not all(
+            key in other.values and same_value(found[0], value) for other, value in zip(selected, found, strict=True)
+        ):
+            fqn = checkpoint.rename(join_fqn(selected[0].fqn, key))
+            text = f"{fqn}: the parameters of this group were saved in groups with different values of {key!r}"
+            problems.append(Problem("conflict", fqn, text))
+        elif found and not _refs_in(key, found[0], checkpoint):
+            values[key] = found[0]
     return values, problems
 
 
-def refs_in(key: str, value: Any, checkpoint: CheckpointView) -> dict[str, str]:
-    """Returns the state FQNs of tensors of a hyperparameter that lie in data files, as in foreign formats, by leaf."""
+def _saved_groups(parameters: Iterable[ParameterNames], stored: StoredOptimizer) -> list[StoredGroup]:
+    groups = {group.fqn: group for group in map(stored.group, parameters) if group is not None}
+    return list(groups.values())
+
+
+def tensors_to_load(
+    parameters: Iterable[ParameterNames], stored: StoredOptimizer, checkpoint: CheckpointView
+) -> set[str]:
+    """Returns the state FQNs of the tensors in data files among the selected hyperparameters of these parameters."""
+    return {
+        fqn
+        for group in _saved_groups(parameters, stored)
+        for key, value in group.values.items()
+        if stored.takes(group, key)
+        for fqn in _refs_in(key, value, checkpoint).values()
+    }
+
+
+def _refs_in(key: str, value: Any, checkpoint: CheckpointView) -> dict[str, str]:
+    """Returns the state FQNs of the tensors of a hyperparameter that lie in data files, by leaf."""
     refs = {leaf: ref for leaf, ref in leaves(value, key, may_repeat=True).items() if isinstance(ref, TensorRef)}
     return {leaf: checkpoint.rename(ref.fqn) for leaf, ref in refs.items()}
 
 
-def with_memory(
-    values: Mapping[str, Any], checkpoint: CheckpointView, memory: Mapping[str, torch.Tensor]
-) -> dict[str, Any]:
-    """Returns hyperparameters with memory, by state FQN, in place of tensors in data files; leaves out one that has a
-    tensor without memory.
-    """
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        refs = refs_in(key, value, checkpoint)
-        if memory.keys() >= set(refs.values()):
-            new = {leaf: memory[name] for leaf, name in refs.items()}
-            found[key] = with_leaves(copy.deepcopy(value), key, new) if new else value
-    return found
+def _filled(key: str, value: Any, checkpoint: CheckpointView, memory: Mapping[str, torch.Tensor]) -> Any:
+    new = {leaf: memory.get(fqn, TensorRef("")) for leaf, fqn in _refs_in(key, value, checkpoint).items()}
+    return with_leaves(copy.deepcopy(value), key, new) if new else value
 
 
 def set_hyperparameters(

@@ -120,6 +120,27 @@ def test_every_form_loads_from_a_folder_of_torch(tmp_path: Path, source: str, ta
     assert goes_on(model, optimizer, other, restored)
 
 
+@pytest.mark.parametrize("source", ["flat_object", "nested_object"])
+@pytest.mark.parametrize("rates", [(0.1, 0.1), (0.1, 0.2)], ids=["same", "different"])
+def test_groups_become_one_where_their_tensors_in_data_files_are_equal(tmp_path: Path, source: str, rates: Any) -> None:
+    model = mlp(0)
+    first, *others = model.parameters()
+    groups = [{"params": [first], "lr": torch.tensor(rates[0])}, {"params": others, "lr": torch.tensor(rates[1])}]
+    optimizer = torch.optim.AdamW(groups)
+    train(model, [optimizer], 3)
+    held = FORMS[source](model, optimizer)
+    dcp.save({"model": model.state_dict(), "optimizer": held.value}, checkpoint_id=tmp_path, no_dist=True)
+    merged = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+    if rates[0] == rates[1]:
+        bcp.load(tmp_path, {"model": model, "optimizer": merged})
+        assert merged.param_groups[0]["lr"] == torch.tensor(rates[0])
+        return
+    with pytest.raises(bcp.CheckpointMismatchError, match="different values of 'lr'.*a group for each") as error:
+        bcp.load(tmp_path, {"model": model, "optimizer": merged})
+    assert error.value.kind == "conflict"
+    assert merged.param_groups[0]["lr"] == torch.tensor(0.5)
+
+
 @pytest.mark.parametrize("has_names", [True, False])
 def test_a_state_dict_by_numbers_loads_into_the_optimizer(tmp_path: Path, has_names: bool) -> None:
     def build(model: nn.Module) -> Optimizer:
