@@ -108,22 +108,22 @@ class CheckpointView:
         """Tensors by state FQN, without those that include and exclude leave out."""
 
     def _saved_tensors(self) -> dict[str, StoredTensor]:
-        """Returns all tensors by checkpoint FQN. A tensor that is named by its content gets the FQN of this rank's leaf
-        that refers to it, and is left out if there is none.
+        """Returns all tensors by checkpoint FQN. A tensor that is named by its content, or that `reshape` gives another
+        place, gets the FQN of this rank's leaf that refers to it, and is left out if there is none.
         """
         manifest = self._manifest
         described = manifest.describe_all()
-        rows = zip(
-            described, map(itemgetter(0), described.values()), map(itemgetter(1), described.values()), strict=True
-        )
+        dtypes, shapes = (map(itemgetter(at), described.values()) for at in (0, 1))
+        rows = zip(described, dtypes, shapes, strict=True)
         records = dict(zip(described, map(NEW_TUPLE, repeat(StoredTensor), rows), strict=True))
         records |= {alias: records[fqn] for alias, fqn in manifest.aliases.items()}
         by_content = named_by_content(manifest)
-        if not by_content:
+        if not by_content and self._reshape is None:
             return records
-        saved = {fqn: record for fqn, record in records.items() if fqn not in by_content}
         refs = {fqn: leaf.fqn for fqn, leaf in self._saved_leaves.items() if isinstance(leaf, TensorRef)}
-        return saved | {leaf: records[fqn] for leaf, fqn in refs.items() if fqn in by_content}
+        moved = by_content.union(fqn for leaf, fqn in refs.items() if leaf not in records and fqn in records)
+        saved = {fqn: record for fqn, record in records.items() if fqn not in moved}
+        return saved | {leaf: records[fqn] for leaf, fqn in refs.items() if fqn in moved}
 
     def _select_tensors(self) -> dict[str, StoredTensor]:
         return self.saved if self._is_as_saved else self._renamed(self.saved)

@@ -228,6 +228,15 @@ def test_a_learning_rate_that_is_a_tensor_is_restored(tmp_path: Path, kind: Any,
     assert found.keys() == {"state", "param_groups"}
 
 
+def test_a_learning_rate_that_is_a_tensor_is_read_into_a_state_dict(tmp_path: Path) -> None:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))], lr=torch.tensor(0.5))
+    path = save({"optimizer": optimizer.state_dict()}, tmp_path)
+    state = {"optimizer": optimizer.state_dict()}
+    state["optimizer"]["param_groups"][0]["lr"] = torch.tensor(0.1)
+    bcp.load(path, state)
+    assert state["optimizer"]["param_groups"][0]["lr"] == 0.5
+
+
 @pytest.mark.parametrize("names", [False, True])
 def test_state_that_parameters_share_is_restored_for_each(tmp_path: Path, *, names: bool) -> None:
     model, optimizer = trained(names=names)

@@ -70,14 +70,14 @@ def agreed(
     keys = dict.fromkeys(key for of_parameters in groups for key in of_parameters.values)
     for key in (key for key in keys if key not in _NOT_HYPERPARAMETERS):
         selected = [of_parameters for of_parameters in groups if stored.takes(of_parameters, key)]
-        found = [_filled(key, of_parameters.values.get(key), checkpoint, memory) for of_parameters in selected]
+        found = [_filled(of_parameters, key, checkpoint, memory) for of_parameters in selected]
         if not all(
             key in other.values and same_value(found[0], value) for other, value in zip(selected, found, strict=True)
         ):
             fqn = checkpoint.rename(join_fqn(selected[0].fqn, key))
             text = f"{fqn}: the parameters of this group were saved in groups with different values of {key!r}"
             problems.append(Problem("conflict", fqn, text))
-        elif found and not _refs_in(key, found[0], checkpoint):
+        elif found and not _tensors_in(key, found[0]):
             values[key] = found[0]
     return values, problems
 
@@ -92,23 +92,23 @@ def tensors_to_load(
 ) -> set[str]:
     """Returns the state FQNs of the tensors in data files among the selected hyperparameters of these parameters."""
     return {
-        fqn
+        checkpoint.rename(leaf)
         for group in _saved_groups(parameters, stored)
         for key, value in group.values.items()
         if stored.takes(group, key)
-        for fqn in _refs_in(key, value, checkpoint).values()
+        for leaf in _tensors_in(join_fqn(group.fqn, key), value)
     }
 
 
-def _refs_in(key: str, value: Any, checkpoint: CheckpointView) -> dict[str, str]:
-    """Returns the state FQNs of the tensors of a hyperparameter that lie in data files, by leaf."""
-    refs = {leaf: ref for leaf, ref in leaves(value, key, may_repeat=True).items() if isinstance(ref, TensorRef)}
-    return {leaf: checkpoint.rename(ref.fqn) for leaf, ref in refs.items()}
+def _tensors_in(fqn: str, value: Any) -> list[str]:
+    """Returns the FQNs of the tensors in a hyperparameter that lie in data files."""
+    return [leaf for leaf, item in leaves(value, fqn, may_repeat=True).items() if isinstance(item, TensorRef)]
 
 
-def _filled(key: str, value: Any, checkpoint: CheckpointView, memory: Mapping[str, torch.Tensor]) -> Any:
-    new = {leaf: memory.get(fqn, TensorRef("")) for leaf, fqn in _refs_in(key, value, checkpoint).items()}
-    return with_leaves(copy.deepcopy(value), key, new) if new else value
+def _filled(group: StoredGroup, key: str, checkpoint: CheckpointView, memory: Mapping[str, torch.Tensor]) -> Any:
+    fqn, value = join_fqn(group.fqn, key), group.values.get(key)
+    new = {leaf: memory.get(checkpoint.rename(leaf), TensorRef("")) for leaf in _tensors_in(fqn, value)}
+    return with_leaves(copy.deepcopy(value), fqn, new) if new else value
 
 
 def set_hyperparameters(

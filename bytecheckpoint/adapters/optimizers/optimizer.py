@@ -78,7 +78,7 @@ class OptimizerEntry:
         self._created: CreatedTensors = {}
         self._hyperparameters: dict[str, torch.Tensor] = {}
         """Memory that the load fills, by state FQN, for tensors of groups that lie in data files."""
-        self._told: set[str] = set()
+        self._known_problems: set[str] = set()
         """FQNs of the hyperparameters that were problems before anything was read."""
         self._scalars: dict[str, Any] = {}
         """Scalars by FQN. Flat memory has one of each for several parameters."""
@@ -194,7 +194,7 @@ class OptimizerEntry:
             parameters = self._optimized.names(group.parameters)
             _, problems = agreed(parameters, stored, checkpoint, {})
             expectation.problems.extend(problems)
-            self._told.update(problem.fqn for problem in problems)
+            self._known_problems.update(problem.fqn for problem in problems)
             to_load = tensors_to_load(parameters, stored, checkpoint)
             for fqn in sorted(to_load - self._hyperparameters.keys()):
                 tensor = checkpoint.tensors.get(fqn)
@@ -250,7 +250,7 @@ class OptimizerEntry:
             if id(group.values) not in self._clashing(stored):
                 parameters = self._optimized.names(group.parameters)
                 values, problems = agreed(parameters, stored, checkpoint, self._hyperparameters)
-                disagreeing += [problem.text for problem in problems if problem.fqn not in self._told]
+                disagreeing += [problem.text for problem in problems if problem.fqn not in self._known_problems]
                 set_hyperparameters(group.values, values, filled)
         for each in self.wrapped:
             each.take_facts(stored.facts())
