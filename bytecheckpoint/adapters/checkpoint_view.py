@@ -57,7 +57,7 @@ class StoredTree(NamedTuple):
     """FQN in the checkpoint."""
     tree: Any
     is_taken: bool
-    """True if include and exclude let at least one of its leaves through; always True for a part, from `subtree`."""
+    """True if include and exclude let at least one of its leaves through."""
 
 
 class CheckpointView:
@@ -243,18 +243,17 @@ class CheckpointView:
     def entry_tree(self, fqn: str) -> StoredTree | None:
         """Returns the tree as which the entry of this state FQN was saved; None if there is no such entry."""
         source = self._tree_names.get(fqn)
-        if source is None:
-            return None
-        tree = self.trees[source]
+        return None if source is None else self._stored_tree(source, self.trees[source])
+
+    def _stored_tree(self, source: str, tree: Any) -> StoredTree:
         return StoredTree(source, tree, any(map(self.takes, stored_leaves(tree, source))))
 
     def object_tree(self, fqn: str) -> StoredTree | None:
         """Returns the tree that the object of this state FQN was saved as: an entry, the only item of a list of
-        objects, or the whole checkpoint if all of its names are put below this FQN.
+        objects, a part of an entry, or the whole checkpoint if all of its names are put below this FQN.
         """
-        found = self.entry_tree(fqn)
-        if found is None and f"{fqn}.1" not in self._tree_names:
-            found = self.entry_tree(f"{fqn}.0")
+        is_alone = f"{fqn}.1" not in self._tree_names
+        found = self.entry_tree(fqn) or (self.entry_tree(f"{fqn}.0") if is_alone else None) or self.subtree(fqn)
         return self._tree_of_all() if found is None and fqn == self._below[:-1] else found
 
     def _tree_of_all(self) -> StoredTree | None:
@@ -263,7 +262,7 @@ class CheckpointView:
         roots = set(below)
         alone = [fqn for fqn in self.saved if not is_at_or_below(fqn, roots)]
         below |= {fqn: TensorRef(fqn) for fqn in alone if self.rename(fqn).startswith(self._below)}
-        return StoredTree("", below, any(map(self.takes, stored_leaves(below, "")))) if roots else None
+        return self._stored_tree("", below) if roots else None
 
     @cached_property
     def _tree_names(self) -> dict[str, str]:
@@ -276,7 +275,7 @@ class CheckpointView:
             below = ((at[len(fqn) :], to) for at, to in self._sources.items() if not fqn or at.startswith(f"{fqn}."))
             source = next((leaf.removesuffix(path) for path, leaf in below if leaf.endswith(path)), None)
         tree = None if source is None else self._tree_at(source)
-        return None if source is None or tree is None else StoredTree(source, tree, is_taken=True)
+        return None if source is None or tree is None else self._stored_tree(source, tree)
 
     @cached_property
     def _sources(self) -> dict[str, str]:

@@ -181,8 +181,8 @@ class StoredOptimizer:
     def fits(self, names: ParameterNames, shape: tuple[int, ...]) -> bool:
         """Returns True unless the checkpoint shows that the parameter had another shape when its state was saved."""
         if self._is_by_position:  # the checkpoint does not say which tensors the parameters are
-            shapes = {tensor.shape for _, tensor in self.tensors(names).values()}
-            return all(found == shape or len(found) != len(shape) for found in shapes)
+            shapes = [found for _, (_, _, found) in self.tensors(names).values() if len(found) == len(shape)]
+            return not shapes or tuple(map(max, zip(*shapes, strict=True))) == shape  # Adafactor has rows and columns
         return self.parameter_shape(names) in {None, shape}
 
     def misfits(self, names: ParameterNames, shape: tuple[int, ...]) -> Iterator[Problem]:
