@@ -22,7 +22,7 @@ from bytecheckpoint.adapters.native.subclass_flatten import is_subclass, parts_o
 from bytecheckpoint.adapters.native.subclass_match import SubclassState
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
-from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, torch_dtype
+from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, dtype_name, torch_dtype
 from bytecheckpoint.errors import and_more
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn, unsupported
 
@@ -189,12 +189,16 @@ class ParamState:
     def _new(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
         """Makes a state tensor. It is sharded like its parameter if it has the shape of the parameter, and whole
         otherwise. It is created on `device`; if that is None, on the device that the optimizer itself would choose,
-        also for a parameter on the meta device.
+        also for a parameter on the meta device. State that had the dtype of its parameter has it again: steps need it.
         """
+        parameter = self._parameter
+        has_no_dims = not stored.shape and (parameter.dim() > 0 or key in HOST_SCALARS)
+        is_alike = stored.dtype == self._stored.parameter_dtype(self._names) and not self._stored.has_subclasses
+        if is_alike and not has_no_dims:
+            stored = stored._replace(dtype=dtype_name(parameter.dtype))
         if "." in key:
             return self._subclasses.new_part(key, stored, device)
-        parameter, dtype = self._parameter, torch_dtype(stored.dtype)
-        has_no_dims = not stored.shape and (parameter.dim() > 0 or key in HOST_SCALARS)
+        dtype = torch_dtype(stored.dtype)
         if device is None and has_no_dims:
             device = scalar_device(as_loaded(self._group, self._names, self._stored).values, parameter)
         elif device is None and parameter.is_meta:

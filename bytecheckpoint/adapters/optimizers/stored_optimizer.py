@@ -178,6 +178,11 @@ class StoredOptimizer:
         tensors = (self._checkpoint.saved.get(self._source(name)) for name in self._names(names))
         return next((tensor.shape for tensor in tensors if tensor is not None), None)
 
+    def parameter_dtype(self, names: ParameterNames) -> str | None:
+        """Returns the dtype of the stored parameter; None if the checkpoint has none under the parameter's own name."""
+        tensors = (self._checkpoint.saved.get(self._sources.get(fqn, fqn)) for fqn in names.fqns)
+        return next((tensor.dtype for tensor in tensors if tensor is not None), None)
+
     def fits(self, names: ParameterNames, shape: tuple[int, ...]) -> bool:
         """Returns True unless the checkpoint shows that the parameter had another shape when its state was saved."""
         if self._is_by_position:  # the checkpoint does not say which tensors the parameters are
