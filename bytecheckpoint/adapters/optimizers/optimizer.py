@@ -218,14 +218,14 @@ class OptimizerEntry:
             text += f'{{"{self.fqn}": {{"0": first, "1": second}}}}'
         return Expectation([], set(), [Problem("missing_key", self.fqn, text)])
 
-    def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
+    def prepare(self, checkpoint: CheckpointView, refused: Collection[str]) -> None:
         self._is_prepared = True
         stored = self._find(checkpoint)
         if stored is None:
             return
         for state in self._param_states(stored):
             if state.fits:
-                state.prepare()
+                state.prepare(refused)
         for flat in self._flat_states(stored):
             flat.prepare(stored)
 
