@@ -57,7 +57,7 @@ class StoredTree(NamedTuple):
     """FQN in the checkpoint."""
     tree: Any
     is_taken: bool
-    """True if include and exclude let at least one of its leaves through; always True for a part, from `subtree`."""
+    """True if include and exclude let at least one of its leaves through."""
 
 
 class CheckpointView:
@@ -108,22 +108,22 @@ class CheckpointView:
         """Tensors by state FQN, without those that include and exclude leave out."""
 
     def _saved_tensors(self) -> dict[str, StoredTensor]:
-        """Returns all tensors by checkpoint FQN. A tensor that is named by its content gets the FQN of this rank's leaf
-        that refers to it, and is left out if there is none.
+        """Returns all tensors by checkpoint FQN. A tensor that is named by its content, or that `reshape` gives another
+        place, gets the FQN of this rank's leaf that refers to it, and is left out if there is none.
         """
         manifest = self._manifest
         described = manifest.describe_all()
-        rows = zip(
-            described, map(itemgetter(0), described.values()), map(itemgetter(1), described.values()), strict=True
-        )
+        dtypes, shapes = (map(itemgetter(at), described.values()) for at in (0, 1))
+        rows = zip(described, dtypes, shapes, strict=True)
         records = dict(zip(described, map(NEW_TUPLE, repeat(StoredTensor), rows), strict=True))
         records |= {alias: records[fqn] for alias, fqn in manifest.aliases.items()}
         by_content = named_by_content(manifest)
-        if not by_content:
+        if not by_content and self._reshape is None:
             return records
-        saved = {fqn: record for fqn, record in records.items() if fqn not in by_content}
         refs = {fqn: leaf.fqn for fqn, leaf in self._saved_leaves.items() if isinstance(leaf, TensorRef)}
-        return saved | {leaf: records[fqn] for leaf, fqn in refs.items() if fqn in by_content}
+        moved = by_content.union(fqn for leaf, fqn in refs.items() if leaf not in records and fqn in records)
+        saved = {fqn: record for fqn, record in records.items() if fqn not in moved}
+        return saved | {leaf: records[fqn] for leaf, fqn in refs.items() if fqn in moved}
 
     def _select_tensors(self) -> dict[str, StoredTensor]:
         return self.saved if self._is_as_saved else self._renamed(self.saved)
@@ -243,17 +243,17 @@ class CheckpointView:
     def entry_tree(self, fqn: str) -> StoredTree | None:
         """Returns the tree as which the entry of this state FQN was saved; None if there is no such entry."""
         source = self._tree_names.get(fqn)
-        if source is None:
-            return None
-        return StoredTree(source, self.trees[source], any(map(self.takes, stored_leaves(self.trees[source], source))))
+        return None if source is None else self._stored_tree(source, self.trees[source])
+
+    def _stored_tree(self, source: str, tree: Any) -> StoredTree:
+        return StoredTree(source, tree, any(map(self.takes, stored_leaves(tree, source))))
 
     def object_tree(self, fqn: str) -> StoredTree | None:
         """Returns the tree that the object of this state FQN was saved as: an entry, the only item of a list of
-        objects, or the whole checkpoint if all of its names are put below this FQN.
+        objects, a part of an entry, or the whole checkpoint if all of its names are put below this FQN.
         """
-        found = self.entry_tree(fqn)
-        if found is None and f"{fqn}.1" not in self._tree_names:
-            found = self.entry_tree(f"{fqn}.0")
+        is_alone = f"{fqn}.1" not in self._tree_names
+        found = self.entry_tree(fqn) or (self.entry_tree(f"{fqn}.0") if is_alone else None) or self.subtree(fqn)
         return self._tree_of_all() if found is None and fqn == self._below[:-1] else found
 
     def _tree_of_all(self) -> StoredTree | None:
@@ -262,7 +262,7 @@ class CheckpointView:
         roots = set(below)
         alone = [fqn for fqn in self.saved if not is_at_or_below(fqn, roots)]
         below |= {fqn: TensorRef(fqn) for fqn in alone if self.rename(fqn).startswith(self._below)}
-        return StoredTree("", below, any(map(self.takes, stored_leaves(below, "")))) if roots else None
+        return self._stored_tree("", below) if roots else None
 
     @cached_property
     def _tree_names(self) -> dict[str, str]:
@@ -274,9 +274,8 @@ class CheckpointView:
         if source is None:
             below = ((at[len(fqn) :], to) for at, to in self._sources.items() if not fqn or at.startswith(f"{fqn}."))
             source = next((leaf.removesuffix(path) for path, leaf in below if leaf.endswith(path)), None)
-        if source is None or (tree := self._tree_at(source)) is None:
-            return None
-        return StoredTree(source, tree, any(map(self.takes, stored_leaves(tree, source))))
+        tree = None if source is None else self._tree_at(source)
+        return None if source is None or tree is None else self._stored_tree(source, tree)
 
     @cached_property
     def _sources(self) -> dict[str, str]:

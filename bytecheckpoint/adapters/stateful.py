@@ -8,6 +8,7 @@ creates new ones, on the device of the object's tensor, or on the host if it has
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import NoneType
 from typing import Any, Protocol
 
 import torch
@@ -77,7 +78,7 @@ class StatefulEntry:
         shown = self._show()
         if not self._current:
             self._current, self._target.live = leaves(shown, self.fqn), subclasses_in(shown, self.fqn)
-        found = checkpoint.object_tree(self.fqn) or checkpoint.subtree(self.fqn)
+        found = checkpoint.object_tree(self.fqn)
         self._found = None
         if found is not None and not found.fqn:  # all of a checkpoint, which may be the state of this object
             shown_names = self._current.keys() - {self.fqn}  # an empty state is one leaf, under the object's own name
@@ -101,10 +102,10 @@ class StatefulEntry:
             return Expectation([], set(values), missing)
         elif is_stream_tree(found.tree):
             why = ONLY_FOR_LOADERS
-        elif isinstance(found.tree, list) and isinstance(shown, dict):
+        elif isinstance(shown, dict) and not isinstance(found.tree, dict | NoneType):
             why = (
-                f"a list of {len(found.tree)} in the checkpoint, and this {kind} takes a dict; load it as "
-                f"{{{self.fqn!r}: []}}, and give what it holds to load_state_dict()"
+                f"a {type(found.tree).__name__} in the checkpoint, and this {kind} takes a dict; load it as plain "
+                f"data, such as {{{self.fqn!r}: []}} for a list, and give what it holds to load_state_dict()"
             )
         if why is not None:
             claims = {*values, *checkpoint.below(self.fqn)}

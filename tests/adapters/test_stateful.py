@@ -193,6 +193,17 @@ def test_an_object_is_told_nothing_when_the_load_fails(tmp_path: Path) -> None:
         bcp.load(tmp_path, {"object": Counter(z=torch.zeros(3))})
 
 
+@pytest.mark.parametrize("stored", [7, "text", [7]], ids=repr)
+def test_an_object_that_takes_a_dict_is_given_nothing_else(tmp_path: Path, stored: Any) -> None:
+    """It failed when the state was already overwritten, and the error did not name it."""
+    bcp.save(tmp_path, {"scheduler": stored})
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 1)
+    with pytest.raises(
+        bcp.CheckpointMismatchError, match=r"scheduler: a .* in the checkpoint, and this StepLR takes a"
+    ):
+        bcp.load(tmp_path, {"scheduler": scheduler})
+
+
 def test_an_object_that_is_not_in_the_checkpoint_is_named(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"a": 1})
     target = Counter()

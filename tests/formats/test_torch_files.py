@@ -21,6 +21,7 @@ from hand_pickles import write as write_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_leaves import plain_leaves
+from training import same_value
 
 import bytecheckpoint as bcp
 from bytecheckpoint.region import find_tiling_fault
@@ -233,6 +234,66 @@ def test_a_learning_rate_that_is_a_tensor_is_restored(tmp_path: Path, kind: Any,
     found = bcp.load_tree(path)["optimizer"]
     assert [float(group["lr"]) for group in found["param_groups"]] == pytest.approx([0.6, 1.6])
     assert found.keys() == {"state", "param_groups"}
+
+
+def test_optimizers_and_schedulers_in_a_dict_are_restored(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scheduler.last_epoch = 5
+    parts = {"optimizer": {"adam": optimizer.state_dict()}, "scheduler": scheduler.state_dict(), "epoch": 3}
+    path = save({"model": model.state_dict(), "train": parts}, tmp_path)
+    other, loaded = trained()
+    steps = torch.optim.lr_scheduler.StepLR(loaded, 1)
+    state = {"model": other, "train": {"optimizer": {"adam": loaded}, "scheduler": steps, "epoch": 0}}
+    bcp.load(path, state, exclude="train.scheduler.*")
+    assert same_value(loaded.state_dict(), optimizer.state_dict())
+    assert state["train"]["epoch"] == 3
+    assert steps.last_epoch == 0
+    bcp.load(path, state)
+    assert steps.state_dict() == scheduler.state_dict()
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_state_of_adafactor_is_restored(tmp_path: Path, *, names: bool) -> None:
+    """Its rows and columns have as many dimensions as the parameter, and were taken for those of another parameter."""
+
+    def build(width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(4, width)
+        return model, torch.optim.Adafactor(model.named_parameters() if names else model.parameters())
+
+    model, optimizer = build(6)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    path = save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
+    other, loaded = build(6)
+    bcp.load(path, {"model": other, "optimizer": loaded})
+    assert same_value(loaded.state_dict(), optimizer.state_dict())
+    wider, refused = build(7)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"row_var: .* in the checkpoint, \[7, 4\] in the state"):
+        bcp.load(path, {"model": wider, "optimizer": refused})
+
+
+def test_a_learning_rate_that_is_a_tensor_is_read_into_a_state_dict(tmp_path: Path) -> None:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))], lr=torch.tensor(0.5))
+    path = save({"optimizer": optimizer.state_dict()}, tmp_path)
+    state = {"optimizer": optimizer.state_dict()}
+    state["optimizer"]["param_groups"][0]["lr"] = torch.tensor(0.1)
+    bcp.load(path, state)
+    assert state["optimizer"]["param_groups"][0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_state_that_parameters_share_is_restored_for_each(tmp_path: Path, *, names: bool) -> None:
+    model, optimizer = trained(names=names)
+    shared = torch.tensor(7.0)
+    for values in optimizer.state.values():
+        values["step"] = shared
+    path = save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
+    other, loaded = trained()
+    bcp.load(path, {"model": other, "optimizer": loaded})
+    steps = [values["step"] for values in loaded.state.values()]
+    assert steps == [shared] * 4
+    assert len(set(map(id, steps))) == 4
 
 
 @pytest.mark.parametrize("names", [False, True])

@@ -6,7 +6,8 @@ a fused, a wrapped and a derived optimizer can each load what another of them sa
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.native.parameter_names import ParameterNames
-from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
+from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredGroup, StoredOptimizer
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.errors import and_more
@@ -53,66 +54,86 @@ def by_first_parameter(
 
 
 def agreed(
-    parameters: Iterable[ParameterNames], stored: StoredOptimizer, checkpoint: CheckpointView
+    parameters: Iterable[ParameterNames],
+    stored: StoredOptimizer,
+    checkpoint: CheckpointView,
+    memory: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Returns the selected hyperparameters, by name, with which the parameters of a group were saved, and the problems.
     One that some were saved with and others not, or with other values, is left out, and is a problem.
+
+    `memory`, by state FQN, stands in place of tensors that lie in data files, as in foreign formats. Those of which it
+    has none count as equal, and a hyperparameter with such a tensor is left out.
     """
-    by_parameter = map(stored.group, parameters)
-    groups = {of_parameter.fqn: of_parameter for of_parameter in by_parameter if of_parameter is not None}
+    groups = _saved_groups(parameters, stored)
     values, problems = {}, []
-    keys = dict.fromkeys(key for of_parameters in groups.values() for key in of_parameters.values)
+    keys = dict.fromkeys(key for of_parameters in groups for key in of_parameters.values)
     for key in (key for key in keys if key not in _NOT_HYPERPARAMETERS):
-        selected = [of_parameters for of_parameters in groups.values() if stored.takes(of_parameters, key)]
-        if not selected:
-            continue
-        first = selected[0]
-        if all(key in other.values and same_value(first.values[key], other.values[key]) for other in selected):
-            values[key] = first.values[key]
-            continue
-        fqn = checkpoint.rename(join_fqn(first.fqn, key))
-        text = f"{fqn}: the parameters of this group were saved in groups with different values of {key!r}"
-        problems.append(Problem("conflict", fqn, text))
+        selected = [of_parameters for of_parameters in groups if stored.takes(of_parameters, key)]
+        found = [_filled(of_parameters, key, checkpoint, memory) for of_parameters in selected]
+        if not all(
+            key in other.values and same_value(found[0], value) for other, value in zip(selected, found, strict=True)
+        ):
+            fqn = checkpoint.rename(join_fqn(selected[0].fqn, key))
+            text = f"{fqn}: the parameters of this group were saved in groups with different values of {key!r}"
+            problems.append(Problem("conflict", fqn, text))
+        elif found and not _tensors_in(key, found[0]):
+            values[key] = found[0]
     return values, problems
 
 
-def refs_in(key: str, value: Any, checkpoint: CheckpointView) -> dict[str, str]:
-    """Returns the state FQNs of tensors of a hyperparameter that lie in data files, as in foreign formats, by leaf."""
-    refs = {leaf: ref for leaf, ref in leaves(value, key, may_repeat=True).items() if isinstance(ref, TensorRef)}
-    return {leaf: checkpoint.rename(ref.fqn) for leaf, ref in refs.items()}
+def _saved_groups(parameters: Iterable[ParameterNames], stored: StoredOptimizer) -> list[StoredGroup]:
+    groups = {group.fqn: group for group in map(stored.group, parameters) if group is not None}
+    return list(groups.values())
 
 
-def with_memory(
-    values: Mapping[str, Any], checkpoint: CheckpointView, memory: Mapping[str, torch.Tensor]
-) -> dict[str, Any]:
-    """Returns hyperparameters with memory, by state FQN, in place of tensors in data files; leaves out one that has a
-    tensor without memory.
-    """
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        refs = refs_in(key, value, checkpoint)
-        if memory.keys() >= set(refs.values()):
-            new = {leaf: memory[name] for leaf, name in refs.items()}
-            found[key] = with_leaves(copy.deepcopy(value), key, new) if new else value
-    return found
+def tensors_to_load(
+    parameters: Iterable[ParameterNames], stored: StoredOptimizer, checkpoint: CheckpointView
+) -> set[str]:
+    """Returns the state FQNs of the tensors in data files among the selected hyperparameters of these parameters."""
+    return {
+        checkpoint.rename(leaf)
+        for group in _saved_groups(parameters, stored)
+        for key, value in group.values.items()
+        if stored.takes(group, key)
+        for leaf in _tensors_in(join_fqn(group.fqn, key), value)
+    }
 
 
-def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+def _tensors_in(fqn: str, value: Any) -> list[str]:
+    """Returns the FQNs of the tensors in a hyperparameter that lie in data files."""
+    return [leaf for leaf, item in leaves(value, fqn, may_repeat=True).items() if isinstance(item, TensorRef)]
+
+
+def _filled(group: StoredGroup, key: str, checkpoint: CheckpointView, memory: Mapping[str, torch.Tensor]) -> Any:
+    fqn, value = join_fqn(group.fqn, key), group.values.get(key)
+    new = {leaf: memory.get(checkpoint.rename(leaf), TensorRef("")) for leaf in _tensors_in(fqn, value)}
+    return with_leaves(copy.deepcopy(value), fqn, new) if new else value
+
+
+def set_hyperparameters(
+    group: dict[str, Any], values: Mapping[str, Any], filled: MutableMapping[int, torch.Tensor]
+) -> None:
     """Copies values into a group. A tensor of the group, or in a tuple or list there, as betas are, is filled in place,
     because captured graphs hold it; one that cannot hold the value is replaced. A number of the group stays a number
     where the value is a tensor of one element.
+
+    `filled` has the values that this load has put into tensors of other groups, by the tensor's id. A tensor that was
+    one for two groups, as torch makes of a default, becomes two where their values differ.
     """
     for key, value in values.items():
-        group[key] = _taken_over(group.get(key), value)
+        group[key] = _taken_over(group.get(key), value, filled)
 
 
-def _taken_over(own: Any, value: Any) -> Any:
+def _taken_over(own: Any, value: Any, filled: MutableMapping[int, torch.Tensor]) -> Any:
     if type(own) in (list, tuple) and type(value) in (list, tuple) and len(own) == len(value):
-        return type(value)(map(_taken_over, own, value))
+        return type(value)(map(_taken_over, own, value, repeat(filled)))
     if isinstance(own, torch.Tensor):
         new = _tensor_of(value, own.dtype)
         new = new.reshape(()) if new is not None and new.numel() == 1 else new
         if new is not None and _spreads_over(new.shape, own.shape):
+            if not same_value(filled.setdefault(id(own), new), new):
+                own = torch.empty_like(own)
             own.detach().copy_(new)
             return own
     is_one = isinstance(value, torch.Tensor) and value.numel() == 1

@@ -32,9 +32,8 @@ from bytecheckpoint.adapters.optimizers.hyperparameters import (
     by_first_parameter,
     clashes,
     problem_of,
-    refs_in,
     set_hyperparameters,
-    with_memory,
+    tensors_to_load,
 )
 from bytecheckpoint.adapters.optimizers.inner_optimizers import check_steps_wait
 from bytecheckpoint.adapters.optimizers.param_state import (
@@ -49,6 +48,7 @@ from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer,
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.adapters.shard_columns import ShardBlocks, WholeTensors
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards
+from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
 
 
@@ -78,6 +78,8 @@ class OptimizerEntry:
         self._created: CreatedTensors = {}
         self._hyperparameters: dict[str, torch.Tensor] = {}
         """Memory that the load fills, by state FQN, for tensors of groups that lie in data files."""
+        self._known_problems: set[str] = set()
+        """FQNs of the hyperparameters that were problems before anything was read."""
         self._scalars: dict[str, Any] = {}
         """Scalars by FQN. Flat memory has one of each for several parameters."""
         self._found: StoredOptimizer | None = None
@@ -189,10 +191,12 @@ class OptimizerEntry:
             expectation.problems.extend(of_state.problems)
             padding += of_state.padding
         for group in self._groups():
-            values, problems = agreed(self._optimized.names(group.parameters), stored, checkpoint)
+            parameters = self._optimized.names(group.parameters)
+            _, problems = agreed(parameters, stored, checkpoint, {})
             expectation.problems.extend(problems)
-            refs = {fqn for key, value in values.items() for fqn in refs_in(key, value, checkpoint).values()}
-            for fqn in sorted(refs - self._hyperparameters.keys()):
+            self._known_problems.update(problem.fqn for problem in problems)
+            to_load = tensors_to_load(parameters, stored, checkpoint)
+            for fqn in sorted(to_load - self._hyperparameters.keys()):
                 tensor = checkpoint.tensors.get(fqn)
                 if tensor is None:
                     expectation.problems.append(not_stored(fqn))
@@ -214,21 +218,22 @@ class OptimizerEntry:
             text += f'{{"{self.fqn}": {{"0": first, "1": second}}}}'
         return Expectation([], set(), [Problem("missing_key", self.fqn, text)])
 
-    def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
+    def prepare(self, checkpoint: CheckpointView, refused: Collection[str]) -> None:
         self._is_prepared = True
         stored = self._find(checkpoint)
         if stored is None:
             return
         for state in self._param_states(stored):
             if state.fits:
-                state.prepare()
+                state.prepare(refused)
         for flat in self._flat_states(stored):
             flat.prepare(stored)
 
     def finish(self, checkpoint: CheckpointView) -> None:
         """Puts loaded values in place.
 
-        Raises CheckpointMismatchError (conflict) at the end, if parameters disagree on a value of flat memory.
+        Raises CheckpointMismatchError (conflict) at the end, if parameters disagree on a value of flat memory, or on a
+        tensor of their group that lay in data files.
         """
         stored = self._find(checkpoint)
         if stored is None:
@@ -239,18 +244,25 @@ class OptimizerEntry:
             if state.fits:
                 state.finish(checkpoint)
         differing = [text for flat in self._flat_states(stored) for text in flat.finish(stored)]
+        filled: dict[int, torch.Tensor] = {}
+        disagreeing: list[str] = []
         for group in self._groups():
             if id(group.values) not in self._clashing(stored):
-                values, _ = agreed(self._optimized.names(group.parameters), stored, checkpoint)
-                set_hyperparameters(group.values, with_memory(values, checkpoint, self._hyperparameters))
+                parameters = self._optimized.names(group.parameters)
+                values, problems = agreed(parameters, stored, checkpoint, self._hyperparameters)
+                disagreeing += [problem.text for problem in problems if problem.fqn not in self._known_problems]
+                set_hyperparameters(group.values, values, filled)
         for each in self.wrapped:
             each.take_facts(stored.facts())
         if differing:
             raise differing_error(differing)
+        if disagreeing:
+            advice = "make the optimizer with a group for each value, or exclude what differs"
+            raise CheckpointMismatchError(f"{'; '.join(disagreeing)}: {advice}", kind="conflict")
 
     def _find(self, checkpoint: CheckpointView) -> StoredOptimizer | None:
         if self._found is None:
-            tree = checkpoint.object_tree(self.fqn) or checkpoint.subtree(self.fqn)
+            tree = checkpoint.object_tree(self.fqn)
             if tree is not None and is_optimizer_tree(tree.tree):
                 groups = [group.parameters for group in self._groups()]
                 # True if each is at the position that its parameter would have in an optimizer of the unwrapped model.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
@@ -22,7 +22,7 @@ from bytecheckpoint.adapters.native.subclass_flatten import is_subclass, parts_o
 from bytecheckpoint.adapters.native.subclass_match import SubclassState
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
-from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, torch_dtype
+from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, dtype_name, torch_dtype
 from bytecheckpoint.errors import and_more
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn, unsupported
 
@@ -186,15 +186,22 @@ class ParamState:
                 shards.add(self._prefix + key, value)
         return shards.found
 
-    def _new(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
+    def _new(
+        self, key: str, stored: StoredTensor, device: torch.device | None, *, keeps_dtype: bool = False
+    ) -> torch.Tensor:
         """Makes a state tensor. It is sharded like its parameter if it has the shape of the parameter, and whole
         otherwise. It is created on `device`; if that is None, on the device that the optimizer itself would choose,
-        also for a parameter on the meta device.
+        also for a parameter on the meta device. State that had the dtype of its parameter has it again, because
+        steps need it, unless `keeps_dtype`.
         """
+        parameter = self._parameter
+        has_no_dims = not stored.shape and (parameter.dim() > 0 or key in HOST_SCALARS)
+        is_alike = stored.dtype == self._stored.parameter_dtype(self._names) and not self._stored.has_subclasses
+        if is_alike and not has_no_dims and not keeps_dtype:
+            stored = stored._replace(dtype=dtype_name(parameter.dtype))
         if "." in key:
             return self._subclasses.new_part(key, stored, device)
-        parameter, dtype = self._parameter, torch_dtype(stored.dtype)
-        has_no_dims = not stored.shape and (parameter.dim() > 0 or key in HOST_SCALARS)
+        dtype = torch_dtype(stored.dtype)
         if device is None and has_no_dims:
             device = scalar_device(as_loaded(self._group, self._names, self._stored).values, parameter)
         elif device is None and parameter.is_meta:
@@ -203,8 +210,8 @@ class ParamState:
             return torch.empty_like(parameter.detach(), dtype=dtype, device=device)
         return torch.empty(stored.shape, dtype=dtype, device=device or parameter.device)
 
-    def prepare(self) -> None:
-        """Makes the tensors that the state lacks."""
+    def prepare(self, refused: Collection[str]) -> None:
+        """Makes the tensors that the state lacks; those of the `refused` state FQNs in the dtype of the checkpoint."""
         parameter, subclasses = self._parameter, self._subclasses
         for key, (fqn, tensor) in self._tensors.items():
             own = subclasses.own.get(key)
@@ -212,11 +219,12 @@ class ParamState:
             if is_there or not subclasses.takes(key):
                 continue
             if "." in key:
-                self._created[id(parameter), fqn] = self._new(key, tensor, None)
+                self._created[id(parameter), fqn] = self._new(key, tensor, None, keeps_dtype=fqn in refused)
             elif _becomes_number(own, tensor):
                 self._created[id(parameter), fqn] = torch.empty_like(placeholder(tensor), device="cpu")
             else:
-                self._group.optimizer.state[parameter][key] = self._new(key, tensor, None)
+                new = self._new(key, tensor, None, keeps_dtype=fqn in refused)
+                self._group.optimizer.state[parameter][key] = new
 
     def finish(self, checkpoint: CheckpointView) -> None:
         """Puts in place plain values, and values made of several tensors."""

@@ -76,11 +76,13 @@ class StoredOptimizer:
             for first, group in saved.tree["groups"].items()
             for name in group["params"]
         }
+        # Of two that are renamed to one name, exclude leaves out one: the other comes later and stays.
+        self._sources = {checkpoint.rename(source): source for source in sorted(checkpoint.saved, key=checkpoint.takes)}
         self._tensors: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
         prefix = f"{join_fqn(saved.fqn, 'state')}."
         for state_fqn, tensor in checkpoint.tensors.items():
             # Of an optimizer with an empty name, earlier versions put `.state.` before the names of the state.
-            own = tensor.fqn if saved.fqn else tensor.fqn.removeprefix(".")
+            own = self._sources[state_fqn] if saved.fqn else self._sources[state_fqn].removeprefix(".")
             if own.startswith(prefix):
                 name, key = split_state_path(own[len(prefix) :], self._groups)
                 if name:
@@ -100,8 +102,6 @@ class StoredOptimizer:
         elif has_order and self._lengths == self._stored_lengths:
             names = chain.from_iterable(groups)
             self._by_state_fqn = {fqn: str(at) for at, of_parameter in enumerate(names) for fqn in of_parameter.fqns}
-        # Of two that are renamed to one name, exclude leaves out one: the other comes later and stays.
-        self._sources = {checkpoint.rename(source): source for source in sorted(checkpoint.saved, key=checkpoint.takes)}
 
     def _find_by_name(self) -> None:
         for name in self._groups:
@@ -178,11 +178,16 @@ class StoredOptimizer:
         tensors = (self._checkpoint.saved.get(self._source(name)) for name in self._names(names))
         return next((tensor.shape for tensor in tensors if tensor is not None), None)
 
+    def parameter_dtype(self, names: ParameterNames) -> str | None:
+        """Returns the dtype of the stored parameter; None if the checkpoint has none under the parameter's own name."""
+        tensors = (self._checkpoint.saved.get(self._sources.get(fqn, fqn)) for fqn in names.fqns)
+        return next((tensor.dtype for tensor in tensors if tensor is not None), None)
+
     def fits(self, names: ParameterNames, shape: tuple[int, ...]) -> bool:
         """Returns True unless the checkpoint shows that the parameter had another shape when its state was saved."""
         if self._is_by_position:  # the checkpoint does not say which tensors the parameters are
-            shapes = {tensor.shape for _, tensor in self.tensors(names).values()}
-            return all(found == shape or len(found) != len(shape) for found in shapes)
+            shapes = [found for _, (_, _, found) in self.tensors(names).values() if len(found) == len(shape)]
+            return not shapes or tuple(map(max, zip(*shapes, strict=True))) == shape  # Adafactor has rows and columns
         return self.parameter_shape(names) in {None, shape}
 
     def misfits(self, names: ParameterNames, shape: tuple[int, ...]) -> Iterator[Problem]:

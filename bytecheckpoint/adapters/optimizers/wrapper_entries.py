@@ -159,7 +159,7 @@ class OptimizerWrapperEntry:
 
     def _as_saved(self, checkpoint: CheckpointView) -> OptimizerEntry | StatefulEntry:
         """Returns the entry that loads the form in which the optimizer was saved."""
-        found = checkpoint.entry_tree(self.fqn)
+        found = checkpoint.object_tree(self.fqn)
         is_by_parameter = found is None or is_optimizer_tree(found.tree)
         return self._named() if is_by_parameter or self._by_state_dict is None else self._by_state_dict
 

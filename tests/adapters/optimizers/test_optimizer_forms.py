@@ -74,10 +74,14 @@ FORMS = {each.__name__: each for each in (bare, flat_object, nested_object, flat
 IN_DCP = [name for name in FORMS if name != "bare"]
 
 
-def two_groups(model: nn.Module) -> Optimizer:
+def two_groups(model: nn.Module, rate: Any = float) -> Optimizer:
     parameters = list(model.parameters())
-    groups = [{"params": parameters[:2], "lr": 0.02}, {"params": parameters[2:], "weight_decay": 0.1}]
-    return torch.optim.AdamW(groups, lr=0.01)
+    groups = [{"params": parameters[:2], "lr": rate(0.02)}, {"params": parameters[2:], "weight_decay": 0.1}]
+    return torch.optim.AdamW(groups, lr=rate(0.01))
+
+
+def with_tensors(model: nn.Module) -> Optimizer:
+    return two_groups(model, torch.tensor)
 
 
 def loaded(path: Path, form: str, build: Callable[[nn.Module], Optimizer], **arguments: Any) -> tuple[Any, Any]:
@@ -118,6 +122,42 @@ def test_every_form_loads_from_a_folder_of_torch(tmp_path: Path, source: str, ta
     dcp.save({"model": model.state_dict(), "optimizer": held.value}, checkpoint_id=tmp_path, no_dist=True)
     other, restored = loaded(tmp_path, target, two_groups)
     assert goes_on(model, optimizer, other, restored)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(form, form) for form in IN_DCP]
+    + [("flat_dict", "bare"), ("flat_object", "container"), ("nested_dict", "flat_dict"), ("nested_object", "bare")],
+)
+def test_learning_rates_that_are_tensors_load_from_a_folder_of_torch(tmp_path: Path, source: str, target: str) -> None:
+    model = mlp(0)
+    optimizer = with_tensors(model)
+    train(model, [optimizer], 3)
+    held = FORMS[source](model, optimizer)
+    dcp.save({"model": model.state_dict(), "optimizer": held.value}, checkpoint_id=tmp_path, no_dist=True)
+    other, restored = loaded(tmp_path, target, with_tensors)
+    assert goes_on(model, optimizer, other, restored)
+
+
+@pytest.mark.parametrize("source", ["flat_object", "nested_object"])
+@pytest.mark.parametrize("rates", [(0.1, 0.1), (0.1, 0.2)], ids=["same", "different"])
+def test_groups_become_one_where_their_tensors_in_data_files_are_equal(tmp_path: Path, source: str, rates: Any) -> None:
+    model = mlp(0)
+    first, *others = model.parameters()
+    groups = [{"params": [first], "lr": torch.tensor(rates[0])}, {"params": others, "lr": torch.tensor(rates[1])}]
+    optimizer = torch.optim.AdamW(groups)
+    train(model, [optimizer], 3)
+    held = FORMS[source](model, optimizer)
+    dcp.save({"model": model.state_dict(), "optimizer": held.value}, checkpoint_id=tmp_path, no_dist=True)
+    merged = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+    if rates[0] == rates[1]:
+        bcp.load(tmp_path, {"model": model, "optimizer": merged})
+        assert merged.param_groups[0]["lr"] == torch.tensor(rates[0])
+        return
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"different values of 'lr'.*a group for each") as error:
+        bcp.load(tmp_path, {"model": model, "optimizer": merged})
+    assert error.value.kind == "conflict"
+    assert merged.param_groups[0]["lr"] == torch.tensor(0.5)
 
 
 @pytest.mark.parametrize("has_names", [True, False])

@@ -124,6 +124,15 @@ def test_a_state_dict_that_torch_saved_loads_into_a_wrapper(tmp_path: Path, name
     assert same_module(model, other)
 
 
+def test_a_state_dict_in_a_dict_that_torch_saved_loads_into_a_wrapper(tmp_path: Path) -> None:
+    build = SHAPES["moments in an attribute"]
+    (model, optimizer), other = stepped(build), mlp(1)
+    torch.save({"model": model.state_dict(), "train": {"optimizer": optimizer.state_dict()}}, tmp_path / "all.pt")
+    restored = build(other)
+    bcp.load(tmp_path / "all.pt", {"model": other, "train": {"optimizer": restored}})
+    assert same_value(optimizer.state_dict(), restored.state_dict())
+
+
 class Pair:
     """Two optimizers as an object that is none itself."""
 

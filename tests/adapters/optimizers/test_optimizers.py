@@ -204,6 +204,18 @@ def test_a_tensor_learning_rate_keeps_its_tensor_and_a_number_stays_a_number(tmp
         assert type(with_number.param_groups[0]["lr"]) is float
 
 
+@pytest.mark.parametrize("rates", [(0.5, 0.25), (torch.tensor(0.5), torch.tensor(0.25))], ids=["numbers", "tensors"])
+def test_a_tensor_that_is_the_rate_of_two_groups_becomes_two_where_they_differ(tmp_path: Path, rates: Any) -> None:
+    model = nn.Linear(2, 2)
+    groups = [{"params": [each], "lr": rate} for each, rate in zip(model.parameters(), rates, strict=True)]
+    bcp.save(tmp_path, {"model": model, "optimizer": torch.optim.Adam(groups)})
+    own = torch.tensor(0.1)
+    optimizer = torch.optim.Adam([{"params": [each]} for each in model.parameters()], lr=own)
+    bcp.load(tmp_path, {"model": model, "optimizer": optimizer})
+    assert optimizer.param_groups[0]["lr"] is own
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+
+
 @pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
 def test_a_learning_rate_that_is_learned_is_filled_in_place(tmp_path: Path, rate: Any) -> None:
     model = nn.Linear(2, 2)
@@ -271,6 +283,44 @@ def test_a_number_becomes_a_tensor_of_the_dtype_that_the_group_has(tmp_path: Pat
     finally:
         torch.set_default_dtype(default)
     assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.3, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+@pytest.mark.parametrize("name", ["adamw", "adam_fused", "sgd_momentum", "adafactor", "lbfgs", "rmsprop_centered"])
+@pytest.mark.parametrize("is_fresh", [True, False], ids=["fresh", "used"])
+def test_state_gets_the_dtype_of_its_parameter_as_torch_does_it(
+    tmp_path: Path, name: str, dtypes: Any, is_fresh: bool
+) -> None:
+    """A fresh optimizer had state in the dtype of the checkpoint, with which the next step failed."""
+
+    def build(dtype: torch.dtype, num_steps: int) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2, dtype=dtype)
+        model.scale = nn.Parameter(torch.ones((), dtype=dtype))
+        optimizer = OPTIMIZERS[name](model)
+        step(model, optimizer, num_steps)
+        return model, optimizer
+
+    def step(model: nn.Module, optimizer: Optimizer, num_steps: int = 1) -> None:
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            value = (model(torch.ones(2, 3, dtype=model.weight.dtype)) * model.scale).square().mean()
+            value.backward()
+            return value
+
+        for _ in range(num_steps):
+            optimizer.step(loss)
+
+    saved, of_saved = build(dtypes[0], 2)
+    bcp.save(tmp_path, {"model": saved, "optimizer": of_saved})
+    model, optimizer = build(dtypes[1], 0 if is_fresh else 1)
+    bcp.load(tmp_path, {"model": model, "optimizer": optimizer}, cast=True)
+    if name != "lbfgs":  # torch converts its scalars too
+        other, reference = build(dtypes[1], 0)
+        other.load_state_dict(saved.state_dict())
+        reference.load_state_dict(of_saved.state_dict())
+        assert same_optimizer(optimizer, reference)
+    step(model, optimizer)
 
 
 def test_tied_weights_have_one_state(tmp_path: Path) -> None:
