@@ -404,11 +404,12 @@ def test_a_restore_after_a_log_on_one_rank_waits_for_no_other_and_all_log_on_one
 
 
 def test_folders_of_the_log_are_found_newest_first(tmp_path: Path) -> None:
-    for name in ("00000001-0002", "00000010-0000", "00000002-0001", "00000011-0000.copy", "other"):
+    newest_first = ["00000010-10000", "00000010-9999", "00000002-0001", "00000001-0002"]
+    for name in (*sorted(newest_first), "00000011-0000.copy", "other"):
         (tmp_path / "manager" / "data_log" / name).mkdir(parents=True)
         (tmp_path / "manager" / "data_log" / name / "x").touch()
     store = open_store(str(tmp_path), storage_options=None, writer_threads=1)
-    assert [name.rpartition("/")[2] for name in branches(store)] == ["00000010-0000", "00000002-0001", "00000001-0002"]
+    assert [name.rpartition("/")[2] for name in branches(store)] == newest_first
 
 
 def test_files_of_others_in_the_log_of_an_earlier_manager_stay(tmp_path: Path) -> None:
