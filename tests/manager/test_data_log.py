@@ -383,6 +383,22 @@ def test_a_step_that_not_all_ranks_have_logged_does_not_count(workers: WorkerPoo
     assert workers.run(log_on_one_rank, str(tmp_path), world_size=2) == [([0, 1], 1)] * 2
 
 
+def restore_without_a_loader_on_one_rank(rank: int, world_size: int, path: str) -> str:
+    trainer = Trainer(rank=rank, size=world_size)
+    with manager_at(path, save=bcp.SaveOptions(timeout_s=20)) as manager:
+        trainer.step(manager, 0)
+        with pytest.raises(CheckpointMismatchError) as caught:
+            manager.restore_data(trainer.state if rank == 0 else {"weight": trainer.weight})
+        return caught.value.message
+
+
+def test_a_state_without_loaders_on_one_rank_is_refused_on_all(workers: WorkerPool, tmp_path: Path) -> None:
+    first, second = workers.run(restore_without_a_loader_on_one_rank, str(tmp_path), world_size=2)
+    assert first == second
+    assert "rank 1 on" in first
+    assert "the state has no data loader" in first
+
+
 def restore_after_a_log_on_one_rank(rank: int, world_size: int, path: str, logging_rank: int) -> list[int]:
     trainer = Trainer(rank=rank, size=world_size)
     options = bcp.ManagerOptions(signals=(), save=bcp.SaveOptions(timeout_s=20))
