@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
+    LearningRateFinder,
     ModelCheckpoint,
     OnExceptionCheckpoint,
 )
@@ -305,6 +306,19 @@ def test_callbacks_with_a_state_go_on_bit_for_bit(tmp_path: Path, make: Callable
     resumed, _ = fit(tmp_path, [make()], validates=True, ckpt_path=path)
     assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step >= 11}
     assert same_weights(resumed, whole)
+
+
+def test_training_begins_anew_after_a_search_for_the_learning_rate(tmp_path: Path) -> None:
+    runs = []
+    for callbacks in ([], [LearningRateFinder(num_training_steps=20, update_attr=False)]):
+        pl.seed_everything(5, verbose=False)
+        module = Regression()
+        module.net[2].p = 0.0  # no dropout: after the search Lightning draws a random number more
+        fit(tmp_path, callbacks, module=module, loader=DataLoader(samples(), batch_size=8))
+        runs.append(module)
+    assert runs[0].losses == runs[1].losses
+    assert same_weights(*runs)
+    assert not list(tmp_path.glob(".lr_find_*"))
 
 
 def test_a_checkpoint_of_averaged_weights_tests_with_the_averaged_ones(tmp_path: Path) -> None:
