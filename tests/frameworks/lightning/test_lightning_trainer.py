@@ -161,6 +161,19 @@ def test_a_last_checkpoint_may_be_a_link(tmp_path: Path) -> None:
     assert committed(tmp_path) == {"epoch=0-step=6.ckpt": 6, "last.ckpt": 9}  # the link alone was replaced
 
 
+def test_the_first_link_to_a_last_checkpoint_does_not_wait_for_its_folder(tmp_path: Path) -> None:
+    fit(tmp_path, [each_few_steps(tmp_path / "new", save_last="link")], max_steps=3)
+    assert committed(tmp_path / "new") == {"epoch=0-step=3.ckpt": 3, "last.ckpt": 3}
+
+
+def test_callbacks_that_save_at_the_same_steps_in_one_folder_take_other_names(tmp_path: Path) -> None:
+    both = [ModelCheckpoint(tmp_path, monitor="val_loss", mode=mode, save_top_k=2) for mode in ("min", "max")]
+    fit(tmp_path, [*both], validates=True, max_steps=40)
+    best = [path for saves in both for path in saves.best_k_models]
+    assert len(set(best)) == 4
+    assert all(map(bcp.open, best))
+
+
 def make_uncommitted(path: Path) -> None:
     (path / "data").mkdir(parents=True)
     (path / "data" / "0123456789abcdef-00000-000.safetensors").write_bytes(b"a part")
