@@ -249,7 +249,7 @@ def resume(
         CheckpointError: As `load`.
     """
     return run_resume(
-        root_of(path, role),
+        path,
         state,
         framework,
         options=given_or_default(options, SaveOptions),
@@ -260,6 +260,7 @@ def resume(
         exclude=exclude,
         cast=cast,
         process_group=process_group,
+        role=role,
         storage_options=storage_options,
     )
 

@@ -255,7 +255,7 @@ def _make_memory(source: Source, fitted: Fitted, *, cast: bool) -> tuple[Match, 
 
 
 def run_resume(
-    root: str,
+    path: str | os.PathLike[str],
     state: Mapping[str, Any],
     framework: Framework,
     *,
@@ -267,6 +267,7 @@ def run_resume(
     exclude: str | Sequence[str] | None = None,
     cast: bool = False,
     process_group: dist.ProcessGroup | None,
+    role: str | None = None,
     storage_options: Mapping[str, Any] | None,
     abandoned: Collection[int] = (),
 ) -> LoadReport | None:
@@ -275,7 +276,7 @@ def run_resume(
     """
     loading = partial(
         run_load,
-        root,
+        path,
         state,
         framework,
         strict=strict,
@@ -284,13 +285,20 @@ def run_resume(
         exclude=exclude,
         cast=cast,
         process_group=process_group,
-        role=None,
+        role=role,
         storage_options=storage_options,
         options=load_options,
         ignored=(),
     )
     calls = ResumeLoads(loading, partial(loading, step=None))
-    call = ResumeCall(root, options, process_group=process_group, storage_options=storage_options, abandoned=abandoned)
+    call = ResumeCall(
+        path,
+        options,
+        process_group=process_group,
+        role=role,
+        storage_options=storage_options,
+        abandoned=abandoned,
+    )
     return call.run(calls)
 
 

@@ -69,16 +69,25 @@ def test_an_empty_folder_and_a_folder_of_something_else(tmp_path: Path, read: An
     assert error.value.kind == "not_found"
 
 
-@pytest.mark.parametrize("call", [read_through_load, read_through_open, lambda path: bcp.save(path, state())])
-def test_a_path_that_is_a_file(tmp_path: Path, call: Any) -> None:
+@READERS
+def test_a_path_that_is_a_file(tmp_path: Path, read: Any) -> None:
     path = tmp_path / "file"
     path.write_text("precious")
-    with pytest.raises(bcp.CheckpointError, match="file") as error:
-        call(path)
-    assert not isinstance(error.value, bcp.CheckpointSaveError) or error.value.kind != "rank_failed"
-    assert path.read_text() == "precious"
     with pytest.raises(bcp.CheckpointError, match="file"):
-        bcp.save(path / "below", state())
+        read(path)
+    assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_save_to_a_path_that_is_a_file_says_so_and_not_that_a_checkpoint_is_missing(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    for step in (None, 3):
+        with pytest.raises(bcp.CheckpointSaveError, match=f"{tmp_path}/file is a file.*nothing was saved") as error:
+            bcp.save(tmp_path / name, state(), step=step)
+        assert error.value.kind == "storage"
+    assert (tmp_path / "file").read_text() == "precious"
 
 
 @READERS

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 # ruff: noqa: TRY400 - the message says all that a user needs, without a traceback
 import logging
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -51,8 +52,8 @@ from bytecheckpoint.planner.memory_tier.resume_plan import (
 )
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.staging.memory_slots import JobMemory
-from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.layout import parse_manifest, step_folder
+from bytecheckpoint.storage.credentials import shown_path
+from bytecheckpoint.storage.layout import parse_manifest, root_of, step_folder
 from bytecheckpoint.storage.memory_root.held_store import HeldStore, StoredAt
 from bytecheckpoint.storage.memory_root.slot_file import FilePlace
 from bytecheckpoint.storage.open_store import open_store
@@ -107,19 +108,20 @@ class ResumeCall:
 
     def __init__(
         self,
-        root: str,
+        path: str | os.PathLike[str],
         options: SaveOptions,
         *,
         process_group: dist.ProcessGroup | None,
+        role: str | None,
         storage_options: Mapping[str, Any] | None,
         abandoned: Collection[int] = (),
     ) -> None:
         """`abandoned` are steps at the path that training has abandoned: they are not loaded."""
-        self._root = root
+        self._path, self._role = path, role
         self._abandoned = abandoned
         self._options = options
         self._group = process_group
-        self._about = Subject(showable_url(root), None, is_save=False, call="resume")
+        self._about = Subject(shown_path(path), None, is_save=False, call="resume")
         self._storage_options = storage_options
         self._store: Store | None = None
         self._memory: JobMemory | None = None
@@ -201,12 +203,8 @@ class ResumeCall:
                 )
             process = process_state()
             process.saves.wait_until_ended()
-            self._store = open_store(
-                self._root,
-                storage_options=self._storage_options,
-                writer_threads=1,
-                timeout_s=self._options.timeout_s,
-            )
+            root, timeout_s = root_of(self._path, self._role), self._options.timeout_s
+            self._store = open_store(root, storage_options=self._storage_options, writer_threads=1, timeout_s=timeout_s)
             self._memory = memory_of(process, self._options.memory, self._store)
             self._memory.join_to_resume()
         return self._store, self._memory

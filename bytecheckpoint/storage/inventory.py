@@ -11,7 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from bytecheckpoint.errors import CheckpointExistsError, StorageError
+from bytecheckpoint.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    StorageError,
+)
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, join_name
 from bytecheckpoint.storage.store import Store, one_block
@@ -112,11 +117,16 @@ def _delete_if_allowed(store: Store, name: str) -> None:
 def refuse_occupied(store: Store, folder: str, *, overwrite: bool) -> None:
     """Raises CheckpointExistsError (exists) if no checkpoint may be saved in this folder, which is a step's, or "" for
     the root of the store. `overwrite` permits replacing a checkpoint in this folder, but not saving beside another
-    one that is in the way.
+    one that is in the way. Raises CheckpointSaveError (storage) if a file is where the root has to be.
 
     Costs a listing of the root, for a step at most one of its folder, and for the root a look at the steps in it.
     """
-    listing, path = store.list(""), join_name(str(store), folder)
+    path = join_name(str(store), folder)
+    try:
+        listing = store.list("")
+    except CheckpointNotFoundError as error:
+        what = f"{error.path} is a file, where a folder is needed; nothing was saved: give another path"
+        raise CheckpointSaveError(what, kind="storage", path=path) from error
     if other := _in_the_way(store, "", listing, is_step=bool(folder)):
         raise _beside_error(path, other)
     if overwrite or (folder and folder not in listing):

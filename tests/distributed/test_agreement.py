@@ -64,17 +64,21 @@ def test_ranks_that_load_from_different_places_are_refused(workers: WorkerPool, 
     assert (errors[0].cls, errors[0].kind, errors[0].ranks) == ("CheckpointMismatchError", "conflict", (1,))
 
 
-def bad_argument(rank: int, world_size: int, path: str) -> tuple[Seen | None, Seen | None]:
-    """On rank 1 first the path and then the step is not valid."""
-    first = seen(lambda: bcp.save(None if rank == 1 else path, state_of(rank, 1.0), options=OPTIONS))  # type: ignore[arg-type]
+def bad_argument(rank: int, world_size: int, path: str) -> list[Seen | None]:
+    """On rank 1 the path, the step, and the path of a resume are not valid."""
+    bad: Any = None if rank == 1 else path
+    memory = bcp.SaveOptions(timeout_s=30, memory=bcp.Memory(root=f"{path}-memory"))
+    first = seen(lambda: bcp.save(bad, state_of(rank, 1.0), options=OPTIONS))
     second = seen(lambda: bcp.save(path, state_of(rank, 1.0), step=-1 if rank == 1 else 1, options=OPTIONS))
-    return first, second
+    third = seen(lambda: bcp.resume(bad, state_of(rank, 1.0), options=memory))
+    return [first, second, third]
 
 
+@pytest.mark.filterwarnings("ignore:the memory root")
 def test_a_bad_argument_on_one_rank_is_an_error_on_all(workers: WorkerPool, tmp_path: Path) -> None:
     outcomes = workers.run(bad_argument, str(tmp_path), world_size=2)
     assert outcomes[0] == outcomes[1]
-    assert [error.ranks for error in outcomes[0]] == [(1,), (1,)]
+    assert [error.ranks for error in outcomes[0]] == [(1,)] * 3
 
 
 def save_different(rank: int, world_size: int, path: str, values: list[Any]) -> Seen | None:

@@ -383,6 +383,22 @@ def test_a_step_that_not_all_ranks_have_logged_does_not_count(workers: WorkerPoo
     assert workers.run(log_on_one_rank, str(tmp_path), world_size=2) == [([0, 1], 1)] * 2
 
 
+def restore_without_a_loader_on_one_rank(rank: int, world_size: int, path: str) -> str:
+    trainer = Trainer(rank=rank, size=world_size)
+    with manager_at(path, save=bcp.SaveOptions(timeout_s=20)) as manager:
+        trainer.step(manager, 0)
+        with pytest.raises(CheckpointMismatchError) as caught:
+            manager.restore_data(trainer.state if rank == 0 else {"weight": trainer.weight})
+        return caught.value.message
+
+
+def test_a_state_without_loaders_on_one_rank_is_refused_on_all(workers: WorkerPool, tmp_path: Path) -> None:
+    first, second = workers.run(restore_without_a_loader_on_one_rank, str(tmp_path), world_size=2)
+    assert first == second
+    assert "rank 1 on" in first
+    assert "the state has no data loader" in first
+
+
 def restore_after_a_log_on_one_rank(rank: int, world_size: int, path: str, logging_rank: int) -> list[int]:
     trainer = Trainer(rank=rank, size=world_size)
     options = bcp.ManagerOptions(signals=(), save=bcp.SaveOptions(timeout_s=20))
@@ -404,11 +420,12 @@ def test_a_restore_after_a_log_on_one_rank_waits_for_no_other_and_all_log_on_one
 
 
 def test_folders_of_the_log_are_found_newest_first(tmp_path: Path) -> None:
-    for name in ("00000001-0002", "00000010-0000", "00000002-0001", "00000011-0000.copy", "other"):
+    newest_first = ["00000010-10000", "00000010-9999", "00000002-0001", "00000001-0002"]
+    for name in (*sorted(newest_first), "00000011-0000.copy", "other"):
         (tmp_path / "manager" / "data_log" / name).mkdir(parents=True)
         (tmp_path / "manager" / "data_log" / name / "x").touch()
     store = open_store(str(tmp_path), storage_options=None, writer_threads=1)
-    assert [name.rpartition("/")[2] for name in branches(store)] == ["00000010-0000", "00000002-0001", "00000001-0002"]
+    assert [name.rpartition("/")[2] for name in branches(store)] == newest_first
 
 
 def test_files_of_others_in_the_log_of_an_earlier_manager_stay(tmp_path: Path) -> None:

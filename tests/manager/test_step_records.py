@@ -236,6 +236,10 @@ def test_metrics_are_numbers() -> None:
             step_records.check_metrics(wrong)
 
 
+def test_a_loss_that_requires_grad_is_a_metric_without_a_warning() -> None:
+    assert step_records.check_metrics({"loss": torch.tensor(0.5, requires_grad=True)}) == {"loss": 0.5}
+
+
 @pytest.mark.parametrize(
     "value", [torch.ones(2), torch.ones((), device="meta"), 10**400], ids=["two values", "no values", "too large"]
 )

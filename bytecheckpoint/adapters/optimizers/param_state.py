@@ -154,6 +154,14 @@ class ParamState:
         """True if the parameter had its shape when its state was saved, as far as the checkpoint tells."""
         return self._stored.fits(self._names, tuple(self._parameter.shape))
 
+    @property
+    def _had_none(self) -> bool:
+        """True if the optimizer kept nothing for the parameter when it was saved, as before its first step: a load
+        removes what it keeps now.
+        """
+        stored, names = self._stored, self._names
+        return stored.takes_all and stored.group(names) is not None and not stored.state_keys(names)
+
     def expect(self) -> Expectation:
         """Returns the targets of the stored tensors, and what the optimizer has that the checkpoint lacks."""
         stored, names, subclasses = self._stored, self._names, self._subclasses
@@ -163,7 +171,7 @@ class ParamState:
         for key, why in subclasses.problems():
             fqn = self._prefix + key
             problems.append(Problem("conflict", fqn, f"{fqn}: {why}"))
-        if not self.fits:
+        if not self.fits or self._had_none:
             return Expectation([], set(), problems)
         plain = stored.plain(names)
         numbers = (key for key, value in subclasses.own.items() if is_number(value))
@@ -229,6 +237,8 @@ class ParamState:
     def finish(self, checkpoint: CheckpointView) -> None:
         """Puts in place plain values, and values made of several tensors."""
         group, parameter, subclasses = self._group, self._parameter, self._subclasses
+        if self._had_none:
+            group.optimizer.state.pop(parameter, None)
         for key, (fqn, value) in self._stored.plain(self._names).items():
             if not subclasses.lacks(key) or not can_take(subclasses.own.get(key), value):
                 continue

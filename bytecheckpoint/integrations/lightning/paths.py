@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -176,7 +177,21 @@ def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
-def saved_just_before(trainer: Trainer, path: str) -> str:
+def take_place(trainer: Trainer, path: str) -> tuple[str, str]:
+    """Returns the path of a save, and the path of a checkpoint to copy there instead; empty if there is none to copy.
+    Removes a link at the path, unless a copy is to take its place, and makes the folder there.
+    """
+    source = _saved_just_before(trainer, path)
+    if not source and os.path.islink(path):  # noqa: PTH114
+        os.unlink(path)  # noqa: PTH108 - else the save would replace what it points to
+    if is_plain_path(path):
+        # Now: a callback puts a link beside it, and another one takes the same name while nothing is there.
+        with suppress(OSError):  # the save raises it
+            os.makedirs(path, exist_ok=True)  # noqa: PTH103
+    return path, source
+
+
+def _saved_just_before(trainer: Trainer, path: str) -> str:
     """Returns the path at which a ModelCheckpoint has saved this very state, if `path` is that of its last checkpoint;
     else an empty text. Between the two saves no other code runs.
     """

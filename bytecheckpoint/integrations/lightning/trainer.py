@@ -37,7 +37,7 @@ from bytecheckpoint.integrations.lightning.paths import (
     drop_gone_paths,
     find_checkpoint,
     lasting_paths,
-    saved_just_before,
+    take_place,
 )
 from bytecheckpoint.integrations.lightning.plain_state import as_plain, from_plain, is_mid_epoch
 from bytecheckpoint.integrations.lightning.saves import SaveInFlight, refuse_deepspeed
@@ -126,7 +126,8 @@ class BcpStrategyMixin(Strategy):
     def _bcp_save(
         self, checkpoint: dict[str, Any], given: str, storage_options: Mapping[str, Any] | None, *, is_async: bool
     ) -> None:
-        path, source = self._bcp_decide("naming a checkpoint", lambda: self._bcp_place(given), tuple[str, str])
+        trainer = self._bcp_trainer()
+        path, source = self._bcp_decide("naming a checkpoint", lambda: take_place(trainer, given), tuple[str, str])
         if not (source and is_async):  # a copy is made after the save in flight, which training need not wait for
             self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
         if source:
@@ -147,15 +148,6 @@ class BcpStrategyMixin(Strategy):
             options=self.bcp_options,
         )
         self._bcp_saves.begin(handle)
-
-    def _bcp_place(self, given: str) -> tuple[str, str]:
-        """Returns the path of a save, and the path of a checkpoint to copy there instead; empty if there is none to
-        copy. For rank 0 alone: removes a link at the path, unless a copy is to take its place.
-        """
-        source = saved_just_before(self._bcp_trainer(), given)
-        if not source and os.path.islink(given):  # noqa: PTH114
-            os.unlink(given)  # noqa: PTH108 - else the save would replace what it points to
-        return given, source
 
     def _bcp_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Returns the state to save: live objects of all ranks, and plain data of rank 0."""

@@ -24,7 +24,7 @@ LOG_FOLDER = "manager/data_log"
 _MAX_BYTES = 1 << 26
 """Limit in bytes for an object, and for its decompressed content: others may write to the store."""
 _NAME = re.compile(r"([0-9]{8,})-([0-9]{5,})-of-([0-9]{5,})")
-_FOLDER = re.compile(r"[0-9]{8,}-[0-9]{4,}")
+_FOLDER = re.compile(r"([0-9]{8,})-([0-9]{4,})")
 
 
 class LogRecord(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class LoggedNames(NamedTuple):
 
 
 def branch_folder(generation: int, branch: int) -> str:
-    """Returns the folder of a branch. Of two, the one with the greater name is the newer."""
+    """Returns the folder of a branch. Of two, the one with the greater numbers is the newer."""
     return f"{LOG_FOLDER}/{generation:08d}-{branch:04d}"
 
 
@@ -58,9 +58,9 @@ def object_name(folder: str, step: int, rank: int, num_ranks: int) -> str:
 
 def branches(store: Store) -> list[str]:
     """Returns the folders of all branches, the newest first."""
-    return [
-        join_name(LOG_FOLDER, name) for name in sorted(store.list(LOG_FOLDER), reverse=True) if _FOLDER.fullmatch(name)
-    ]
+    found = filter(None, map(_FOLDER.fullmatch, store.list(LOG_FOLDER)))
+    newest_first = sorted(found, key=lambda match: (int(match[1]), int(match[2])), reverse=True)
+    return [join_name(LOG_FOLDER, match[0]) for match in newest_first]
 
 
 def earlier_objects(store: Store, generation: int) -> list[str]:

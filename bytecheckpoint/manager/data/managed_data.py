@@ -111,10 +111,9 @@ class ManagedData:
                 "does not know which branch training is on; nothing was changed",
                 kind="conflict",
             )
-        loaders = self.find(state)
         self._saves.settle()
-        if self._log is not None:
-            self._decisions.do("bringing the log of data positions up to date", self._log.finish)
+        self._decisions.do("bringing the log of data positions up to date", partial(self._catch_up, state))
+        loaders = self._loaders
         doing = f"choosing data positions of {self._run.root}"
         choice = self._decisions.decide_together(doing, partial(self._choose, step), _DataChoice)
         if choice.base is not None:
@@ -122,6 +121,11 @@ class ManagedData:
         if choice.loaders:
             self._decisions.do("loading data positions", partial(_load, loaders, choice.loaders))
         return choice.step
+
+    def _catch_up(self, state: Mapping[str, Any] | None) -> None:
+        self.find(state)
+        if self._log is not None:
+            self._log.finish()
 
     def _choose(self, step: int | None) -> _DataChoice:
         """Returns the checkpoint, and the log on top of it, for a step, by default the newest."""

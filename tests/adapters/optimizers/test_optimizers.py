@@ -82,6 +82,19 @@ def test_an_optimizer_that_has_not_stepped(tmp_path: Path, build: Build) -> None
     assert same_optimizer(optimizer, restored)
 
 
+@pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_load_removes_the_state_of_parameters_that_had_none(tmp_path: Path, build: Build) -> None:
+    model, other = mlp(0), mlp(1)
+    optimizer, restored = build(model), build(other)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    train(other, [restored], 2, seed=5)
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    assert same_optimizer(optimizer, restored)
+    train(model, [optimizer], 2)
+    train(other, [restored], 2)
+    assert same_module(model, other)
+
+
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_muon_beside_adamw_as_a_list(tmp_path: Path) -> None:
     def build(seed: int) -> tuple[nn.Module, list[Optimizer]]:

@@ -164,7 +164,10 @@ def test_scalars_are_made_where_the_loaded_group_says(
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_number_that_the_checkpoint_lacks_is_missed(tmp_path: Path, layout: Any) -> None:
-    bcp.save(tmp_path, training(0))
+    saved = training(1)
+    for of_one in saved["optimizer"].state.values():
+        del of_one["step"]
+    bcp.save(tmp_path, saved)
     loaded = layout(0)
     optimizer = getattr(loaded["optimizer"], "optimizer", loaded["optimizer"])
     for group in optimizer.param_groups:

@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
+    LearningRateFinder,
     ModelCheckpoint,
     OnExceptionCheckpoint,
 )
@@ -158,6 +159,19 @@ def test_a_last_checkpoint_may_be_a_link(tmp_path: Path) -> None:
     resumed, _ = fit(tmp_path, [again], max_steps=9, ckpt_path="last")
     assert min(resumed.losses) == 6
     assert committed(tmp_path) == {"epoch=0-step=6.ckpt": 6, "last.ckpt": 9}  # the link alone was replaced
+
+
+def test_the_first_link_to_a_last_checkpoint_does_not_wait_for_its_folder(tmp_path: Path) -> None:
+    fit(tmp_path, [each_few_steps(tmp_path / "new", save_last="link")], max_steps=3)
+    assert committed(tmp_path / "new") == {"epoch=0-step=3.ckpt": 3, "last.ckpt": 3}
+
+
+def test_callbacks_that_save_at_the_same_steps_in_one_folder_take_other_names(tmp_path: Path) -> None:
+    both = [ModelCheckpoint(tmp_path, monitor="val_loss", mode=mode, save_top_k=2) for mode in ("min", "max")]
+    fit(tmp_path, [*both], validates=True, max_steps=40)
+    best = [path for saves in both for path in saves.best_k_models]
+    assert len(set(best)) == 4
+    assert all(map(bcp.open, best))
 
 
 def make_uncommitted(path: Path) -> None:
@@ -305,6 +319,19 @@ def test_callbacks_with_a_state_go_on_bit_for_bit(tmp_path: Path, make: Callable
     resumed, _ = fit(tmp_path, [make()], validates=True, ckpt_path=path)
     assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step >= 11}
     assert same_weights(resumed, whole)
+
+
+def test_training_begins_anew_after_a_search_for_the_learning_rate(tmp_path: Path) -> None:
+    runs = []
+    for callbacks in ([], [LearningRateFinder(num_training_steps=20, update_attr=False)]):
+        pl.seed_everything(5, verbose=False)
+        module = Regression()
+        module.net[2].p = 0.0  # no dropout: after the search Lightning draws a random number more
+        fit(tmp_path, callbacks, module=module, loader=DataLoader(samples(), batch_size=8))
+        runs.append(module)
+    assert runs[0].losses == runs[1].losses
+    assert same_weights(*runs)
+    assert not list(tmp_path.glob(".lr_find_*"))
 
 
 def test_a_checkpoint_of_averaged_weights_tests_with_the_averaged_ones(tmp_path: Path) -> None:
