@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import zipfile
 from pathlib import Path
@@ -144,6 +145,18 @@ def test_a_training_run_goes_on_from_every_format_that_holds_one(call, trained, 
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
     assert_same_optimizer(other_optimizer, optimizer)
     assert bcp.open(tmp_path / "target").objects["epoch"] == 3
+
+
+@pytest.mark.parametrize("options", [["bcp"], ["bcp", "--link"], ["hf"], ["dcp"], ["torch"]])
+def test_a_conversion_tells_which_files_of_the_source_its_reader_leaves_out(call, tmp_path, options) -> None:
+    source = tmp_path / "checkpoint-5"
+    source.mkdir()
+    save_file({"weight": torch.ones(2)}, source / "model.safetensors")
+    torch.save({"state": {}, "param_groups": [], "since": datetime.date(2026, 1, 1)}, source / "optimizer.pt")
+    torch.save({"last_epoch": 3, "base_lrs": [0.1]}, source / "scheduler.pt")
+    left_out = call("convert", source, tmp_path / "target", "--to", *options, "--json").json["left_out"]
+    assert "optimizer.pt: refused (pickle_refused)" in left_out[0]["why"]
+    assert not any(item["name"].startswith("metadata") for item in left_out)
 
 
 def test_stock_torch_load_opens_the_torch_target(call, trained, tmp_path) -> None:
