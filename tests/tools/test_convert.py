@@ -147,6 +147,22 @@ def test_a_training_run_goes_on_from_every_format_that_holds_one(call, trained, 
     assert bcp.open(tmp_path / "target").objects["epoch"] == 3
 
 
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_an_optimizer_of_parameters_in_two_modules_loads_from_formats_of_torch(call, tmp_path, to) -> None:
+    saved, loaded = [{"model": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 1)} for _ in range(2)]
+    for state in (saved, loaded):
+        state["model"].tied = state["head"]  # `elsewhere` in the optimizer's tree says so
+        state["optimizer"] = torch.optim.SGD(state["model"].parameters(), momentum=0.9)
+    saved["head"](saved["model"](torch.ones(1, 2))).sum().backward()
+    saved["optimizer"].step()
+    bcp.save(tmp_path / "c", saved)
+    assert call("convert", tmp_path / "c", tmp_path / "target", "--to", to).code == 0
+    bcp.load(tmp_path / "target", loaded)
+    for a, b in zip(saved["model"].parameters(), loaded["model"].parameters(), strict=True):
+        momentum = saved["optimizer"].state[a]["momentum_buffer"]
+        assert torch.equal(momentum, loaded["optimizer"].state[b]["momentum_buffer"])
+
+
 @pytest.mark.parametrize("options", [["bcp"], ["bcp", "--link"], ["hf"], ["dcp"], ["torch"]])
 def test_a_conversion_tells_which_files_of_the_source_its_reader_leaves_out(call, tmp_path, options) -> None:
     source = tmp_path / "checkpoint-5"
