@@ -65,7 +65,8 @@ def _with_lists(state: dict[Any, Any]) -> dict[Any, Any]:
 
 def left_out_metadata(manifest: Manifest) -> list[LeftOut]:
     """Returns a record of each metadata value, for a format without a place for them. What the reader of a foreign
-    format says that it left out is no such value."""
+    format says that it left out is no such value.
+    """
     note = LEFT_OUT if manifest.foreign_format else None
     return [LeftOut(f"metadata {key}", 0, 0, "metadata") for key in manifest.metadata if key != note]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import json
 import zipfile
 from pathlib import Path
@@ -168,7 +168,7 @@ def test_a_conversion_tells_which_files_of_the_source_its_reader_leaves_out(call
     source = tmp_path / "checkpoint-5"
     source.mkdir()
     save_file({"weight": torch.ones(2)}, source / "model.safetensors")
-    torch.save({"state": {}, "param_groups": [], "since": datetime.date(2026, 1, 1)}, source / "optimizer.pt")
+    torch.save({"state": {}, "param_groups": [], "since": dt.date(2026, 1, 1)}, source / "optimizer.pt")
     torch.save({"last_epoch": 3, "base_lrs": [0.1]}, source / "scheduler.pt")
     left_out = call("convert", source, tmp_path / "target", "--to", *options, "--json").json["left_out"]
     assert "optimizer.pt: refused (pickle_refused)" in left_out[0]["why"]
