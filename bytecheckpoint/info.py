@@ -13,6 +13,8 @@ from bytecheckpoint.runtime.notebook_html import facts_html
 OWN_FORMAT = "bytecheckpoint"
 INTEGRATION = "bcp_integration"
 """Key in the metadata of what an integration has saved."""
+LEFT_OUT = "left_out"
+"""Key in the metadata of a foreign checkpoint: what its reader leaves out, and why, as a text."""
 Outcome: TypeAlias = Literal["committed", "removed", "kept", "under_way"]
 
 

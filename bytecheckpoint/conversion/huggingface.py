@@ -7,6 +7,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from bytecheckpoint.conversion.stream import FileRun, TargetFile, TargetPlan, spread, tensor_span
+from bytecheckpoint.conversion.torch_save import left_out_metadata
 from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
 from bytecheckpoint.loading.select import LeftOut, Selection, has_plain_data
 from bytecheckpoint.manifest import DataFile, Manifest
@@ -56,7 +57,7 @@ def plan_hf(
 def _left_out(manifest: Manifest, selection: Selection) -> list[LeftOut]:
     names = [fqn for fqn, tree in selection.trees.items() if has_plain_data(tree)]
     plain = [LeftOut(fqn, 0, 0, "plain data") for fqn in [*names, *manifest.rank_objects]]
-    return plain + [LeftOut(f"metadata {key}", 0, 0, "metadata") for key in manifest.metadata if key != "format"]
+    return plain + [item for item in left_out_metadata(manifest) if item.name != "metadata format"]
 
 
 def _refuse_unheld(wanted: Sequence[WantedTensor]) -> None:

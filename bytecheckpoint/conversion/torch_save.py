@@ -18,6 +18,7 @@ from bytecheckpoint.conversion.stream import FileRun, TargetFile, TargetPlan, Te
 from bytecheckpoint.conversion.zip_writer import ZipMember, archive_runs
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats.torch_save.unpickler_globals import STORAGE_DTYPES
+from bytecheckpoint.info import LEFT_OUT
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub, without_numpy
 from bytecheckpoint.loading.select import LeftOut, Selection
 from bytecheckpoint.manifest import Manifest
@@ -63,8 +64,11 @@ def _with_lists(state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def left_out_metadata(manifest: Manifest) -> list[LeftOut]:
-    """Returns a record of each metadata value: all are left out, because torch's own formats have no place for them."""
-    return [LeftOut(f"metadata {key}", 0, 0, "metadata") for key in manifest.metadata]
+    """Returns a record of each metadata value, for a format without a place for them. What the reader of a foreign
+    format says that it left out is no such value.
+    """
+    note = LEFT_OUT if manifest.foreign_format else None
+    return [LeftOut(f"metadata {key}", 0, 0, "metadata") for key in manifest.metadata if key != note]
 
 
 class _StorageStub(NamedTuple):

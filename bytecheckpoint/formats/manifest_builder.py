@@ -21,6 +21,7 @@ from bytecheckpoint.formats.torch_save.unpickler_globals import (
     StorageRef,
     StoredView,
 )
+from bytecheckpoint.info import LEFT_OUT
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, tensor_record
 from bytecheckpoint.manifest.plain_wire import INT64, MAX_DEPTH, TensorRef, join_fqn
 
@@ -169,7 +170,7 @@ class ManifestBuilder:
             tensors=self.tensors,
             aliases=self.aliases,
             objects={fqn: encode_value(tree, path=self.path) for fqn, tree in self.trees.items()},
-            metadata={**self.metadata, "left_out": "; ".join(reasons)} if reasons else self.metadata,
+            metadata={**self.metadata, LEFT_OUT: "; ".join(reasons)} if reasons else self.metadata,
         )
 
 

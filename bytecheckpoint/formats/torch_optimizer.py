@@ -15,6 +15,8 @@ from bytecheckpoint.manifest.plain_wire import INT64, TensorRef
 BY_POSITION = "by_position"
 """Key of a tree whose parameters are called "0", "1", ... as they follow one another in the groups."""
 
+_BESIDE = ("elsewhere", "facts", "outside_model")
+"""Keys of a tree that a conversion writes beside those of torch."""
 _STATE, _GROUPS = "state.", "param_groups."
 
 
@@ -22,8 +24,10 @@ def as_saved_here(value: Mapping[Any, Any]) -> dict[str, Any] | None:
     """Returns the state_dict of an optimizer as the tree in which this library saves it, tensors included; None if the
     dict is no such state_dict.
     """
-    if "param_groups" in value and value.keys() <= {"state", "param_groups"}:
-        return _tree_of_nested(value.get("state", {}), value["param_groups"])
+    beside = {key: item for key, item in value.items() if key in _BESIDE and isinstance(item, dict)}
+    if "param_groups" in value and value.keys() <= {"state", "param_groups", *beside}:
+        tree = _tree_of_nested(value.get("state", {}), value["param_groups"])
+        return tree and {**tree, **beside}
     if set(map(type, value)) != {str} or not any(key.startswith(_GROUPS) for key in value):
         return None
     is_flattened = all(key.startswith((_STATE, _GROUPS)) and key.count(".") > 1 for key in value)

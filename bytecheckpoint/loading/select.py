@@ -13,6 +13,7 @@ from bytecheckpoint.adapters.plain.plain_data import decode_plain, is_content_fq
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.info import LEFT_OUT
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 from bytecheckpoint.planner.copy_plan import WantedTensor, same_tensor
@@ -22,6 +23,7 @@ TargetFormat = Literal["bcp", "hf", "dcp", "torch"]
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Dtypes that a conversion changes into one another; tensors of other dtypes keep theirs."""
+_UNREAD = "in the files of the source"
 _MODELS = ("model", "module")
 """Entries that hold a model; if there are both, as in DeepSpeed's folders, the first has full precision."""
 
@@ -130,7 +132,9 @@ def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNam
     if request.is_in_memory and not request.takes_all:
         chosen = {*selected, *_of_whole_optimizers(all_fqns, trees, request)}
         selected = [fqn for fqn in all_fqns if fqn in chosen]
-    left_out = _totals(manifest, set(all_fqns) - set(selected), lambda _: "not chosen by include and exclude")
+    unread = manifest.metadata.get(LEFT_OUT) if manifest.foreign_format else None
+    left_out = [LeftOut(_UNREAD, 0, 0, unread)] if unread else []
+    left_out += _totals(manifest, set(all_fqns) - set(selected), lambda _: "not chosen by include and exclude")
     if request.to == "hf" and not request.include:
         why = names_of_map.not_of_model(selected) if names_of_map else _not_of_a_model(manifest, selected, trees)
         left_out += _totals(manifest, why, why.__getitem__)

@@ -232,7 +232,7 @@ def _no_step(store: Store, step: int, *, location: str) -> CheckpointNotFoundErr
 
 def _nothing_at_root(store: Store, listing: Mapping[str, int | None], *, location: str) -> CheckpointNotFoundError:
     if not listing:
-        what = f"there is nothing at {location}: it does not exist, or is empty; check the path"
+        what = f"there is nothing at {location}: it does not exist, is empty, or has only dead links; check the path"
         if (step := location.rpartition("/")[2]).isdecimal():
             what += f". The folder of step {int(step)} is {step_folder(int(step))}"
         return CheckpointNotFoundError(what, kind="not_found", path=location)

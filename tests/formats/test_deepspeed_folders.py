@@ -18,6 +18,8 @@ from foreign_files import assert_same, convert
 from plain_leaves import plain_leaves
 
 import bytecheckpoint as bcp
+from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint, manifest_of
+from bytecheckpoint.tools.analysis.diagnosis.parts import find_parts
 
 SHAPES = {"a.weight": (5,), "b.weight": (2, 3), "c.weight": (4, 2)}
 """5, 6 and 8 elements: on two ranks a part begins inside of `b.weight`, on four ranks inside of each."""
@@ -195,6 +197,16 @@ def test_a_frozen_parameter_that_zero_3_divided_has_its_shape(
         states = torch.load(path) | {"frozen_param_shapes": {"frozen": frozen.shape}}
         torch.save(states | {"frozen_param_fragments": {"frozen": part.clone()}}, path)
     assert_same({"": bcp.open(tmp_path / "c").state_dict()["model.frozen"]}, {"": frozen})
+
+
+def test_the_lines_that_load_a_model_of_zero_3_in_several_dtypes_cast(tmp_path: Path, classes: Any) -> None:
+    write_divided(tmp_path / "c", 2, classes)
+    for path in (tmp_path / "c").glob("*_model_states.pt"):
+        states = torch.load(path)
+        states["module"]["mean"] = states["module"]["mean"].bfloat16()
+        torch.save(states, path)
+    (model, *_) = find_parts(manifest_of(find_checkpoint(str(tmp_path / "c"), "latest", Opening({}))))
+    assert (model.name, model.needs_cast) == ("model", True)
 
 
 class Part(torch.nn.Module):

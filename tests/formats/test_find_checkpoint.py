@@ -86,6 +86,13 @@ def test_a_folder_that_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> No
         assert caught.value.kind == "not_found"
 
 
+def test_a_snapshot_that_was_copied_without_its_blobs_is_said_to_have_dead_links(tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "model.safetensors").symlink_to("../../blobs/0123")
+    with pytest.raises(bcp.CheckpointNotFoundError, match="only dead links"):
+        bcp.open(tmp_path / "copy")
+
+
 def test_nothing_there_is_not_found_though_the_folder_above_must_not_be_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import zipfile
 from pathlib import Path
@@ -144,6 +145,34 @@ def test_a_training_run_goes_on_from_every_format_that_holds_one(call, trained, 
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
     assert_same_optimizer(other_optimizer, optimizer)
     assert bcp.open(tmp_path / "target").objects["epoch"] == 3
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_an_optimizer_of_parameters_in_two_modules_loads_from_formats_of_torch(call, tmp_path, to) -> None:
+    saved, loaded = [{"model": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 1)} for _ in range(2)]
+    for state in (saved, loaded):
+        state["model"].tied = state["head"]  # `elsewhere` in the optimizer's tree says so
+        state["optimizer"] = torch.optim.SGD(state["model"].parameters(), momentum=0.9)
+    saved["head"](saved["model"](torch.ones(1, 2))).sum().backward()
+    saved["optimizer"].step()
+    bcp.save(tmp_path / "c", saved)
+    assert call("convert", tmp_path / "c", tmp_path / "target", "--to", to).code == 0
+    bcp.load(tmp_path / "target", loaded)
+    for a, b in zip(saved["model"].parameters(), loaded["model"].parameters(), strict=True):
+        momentum = saved["optimizer"].state[a]["momentum_buffer"]
+        assert torch.equal(momentum, loaded["optimizer"].state[b]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("options", [["bcp"], ["bcp", "--link"], ["hf"], ["dcp"], ["torch"]])
+def test_a_conversion_tells_which_files_of_the_source_its_reader_leaves_out(call, tmp_path, options) -> None:
+    source = tmp_path / "checkpoint-5"
+    source.mkdir()
+    save_file({"weight": torch.ones(2)}, source / "model.safetensors")
+    torch.save({"state": {}, "param_groups": [], "since": dt.date(2026, 1, 1)}, source / "optimizer.pt")
+    torch.save({"last_epoch": 3, "base_lrs": [0.1]}, source / "scheduler.pt")
+    left_out = call("convert", source, tmp_path / "target", "--to", *options, "--json").json["left_out"]
+    assert "optimizer.pt: refused (pickle_refused)" in left_out[0]["why"]
+    assert not any(item["name"].startswith("metadata") for item in left_out)
 
 
 def test_stock_torch_load_opens_the_torch_target(call, trained, tmp_path) -> None:

@@ -123,6 +123,16 @@ def test_numbers_of_two_dtypes_are_compared_by_value() -> None:
     assert find_difference(side(whole), side(whole.double()), None).num_differing == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
+def test_an_integer_differs_from_a_float_that_only_its_rounding_equals(dtype) -> None:
+    whole = torch.tensor([2**53 + 1, 2**53, -(2**53) - 1, 2**63 - 1, -(2**63), 0])
+    for sides in ((whole, whole.to(dtype)), (whole.to(dtype), whole)):
+        found = find_difference(*map(side, sides), None)
+        assert (found.num_differing, found.first.position) == (3, 0)
+    unsigned = torch.tensor([2**64 - 1, 2**63, 1], dtype=torch.uint64)
+    assert find_difference(side(unsigned), side(unsigned.to(dtype)), None).num_differing == 1
+
+
 @pytest.mark.parametrize("dtype", sorted(DTYPE_ITEMSIZES))
 def test_one_flipped_bit_is_seen_in_every_dtype(dtype) -> None:
     item_bytes = DTYPE_ITEMSIZES[dtype]

@@ -115,7 +115,7 @@ def _compare(a: TensorElements, b: TensorElements, tolerance: Tolerance | None, 
             differs = _bits_differ(a, b)
         else:
             atol, rtol = tolerance or Tolerance(0.0, 0.0)
-            same = (values_a == values_b) | (np.isnan(values_a) & np.isnan(values_b))
+            same = _are_equal(values_a, values_b) | (np.isnan(values_a) & np.isnan(values_b))
             limits = atol + rtol * scales
             # Hazard: unequal integers beyond 2**53 may be one float64, so that their gap is 0.
             differs = np.where(is_finite, ~same & ((gaps > limits) | (limits == 0)), ~same)
@@ -127,6 +127,17 @@ def _compare(a: TensorElements, b: TensorElements, tolerance: Tolerance | None, 
         max_rel=float(relative.max()) if relative.size else (0.0 if is_finite.any() else None),
         first=_first(differs, values_a, values_b, start),
     )
+
+
+def _are_equal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Compares exactly. numpy makes a float64 of an integer beside a float, and 2**53 + 1 would equal 2.0**53."""
+    same: np.ndarray = a == b
+    if a.dtype.kind in "iu" and b.dtype.kind in "fc":
+        a, b = b, a
+    if a.dtype.kind in "fc" and b.dtype.kind in "iu":
+        is_in_range = a.real < 2.0 ** np.iinfo(b.dtype).bits / (2 if b.dtype.kind == "i" else 1)
+        same &= np.where(same & is_in_range, a.real, 0).astype(b.dtype) == b
+    return same
 
 
 def _distances(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

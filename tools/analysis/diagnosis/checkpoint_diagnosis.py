@@ -9,7 +9,7 @@ from typing import Any
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, Opening, find_checkpoint, from_root, manifest_of
-from bytecheckpoint.info import OWN_FORMAT, describe_checkpoint
+from bytecheckpoint.info import LEFT_OUT, OWN_FORMAT, describe_checkpoint
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
@@ -119,7 +119,7 @@ def _checkpoint(
         parts=parts,
         code=[*resume_code(manifest, shown, step), *load_codes(parts, LoadCall(shown, arguments, needs))],
         convert=_convert(shown, manifest),
-        left_out=manifest.metadata.get("left_out") if manifest.foreign_format else None,
+        left_out=manifest.metadata.get(LEFT_OUT) if manifest.foreign_format else None,
         neighbours=_other_steps(found),
     )
 

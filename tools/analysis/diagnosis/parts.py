@@ -162,9 +162,9 @@ def _has_extra_state_of_megatron(manifest: Manifest) -> bool:
 
 
 def _in_two_precisions(parts: Sequence[Part]) -> list[Part]:
-    """Returns the parts, with a hint on each if they are DeepSpeed ZeRO's two copies of one model."""
+    """Returns the parts, with a hint on each if they are the two copies of one model that ZeRO 1 and 2 save."""
     if {part.name for part in parts} != {"model", "module"}:
-        return list(parts)
+        return [replace(part, needs_cast=part.name == "model" and len(part.dtypes) > 1) for part in parts]
     hints = {"model": "a module in lower precision takes cast=True", "module": "`model` in the precision of training"}
     return [
         replace(
