@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bytecheckpoint.data.elastic_loader import ElasticLoader
 from bytecheckpoint.manifest.plain_wire import INT64
 
 _ITEMS = frozenset({type(None), bool, int, float, str, bytes})
@@ -127,6 +128,8 @@ def advice_for(value: Any) -> str:
                 "place of shuffle=True, or take torchdata's StatefulDataLoader, and save "
                 "bytecheckpoint.DataLoaderState(value, rank=..., size=...): see docs/data.md"
             )
+        case ElasticLoader():
+            return "save bytecheckpoint.DataLoaderState(value, rank=..., size=...): see docs/data.md"
         case np.random.Generator():
             return "save bytecheckpoint.RankLocal(value), or save value.bit_generator.state and assign it"
         case Random():
