@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
-from random import Random
+from random import Random, SystemRandom
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -132,6 +132,8 @@ def advice_for(value: Any) -> str:
             return "save bytecheckpoint.DataLoaderState(value, rank=..., size=...): see docs/data.md"
         case np.random.Generator():
             return "save bytecheckpoint.RankLocal(value), or save value.bit_generator.state and assign it"
+        case SystemRandom():
+            return "leave it out: it draws from the operating system and has no state"
         case Random():
             return "save bytecheckpoint.RankLocal(value), or save value.getstate() and give it to value.setstate()"
         case deque():

@@ -117,6 +117,7 @@ REFUSED = [
     (Streams({"a": [1]}, rank=0, size=1), "save bytecheckpoint.DataLoaderState(value, rank=..., size=...)"),
     (np.random.default_rng(), "save bytecheckpoint.RankLocal(value)"),
     (random.Random(), "save bytecheckpoint.RankLocal(value)"),
+    (random.SystemRandom(), "leave it out"),
     (deque([1]), "save list(value)"),
     (Place(1, 2), "save value._asdict()"),
     (torch.device("cpu"), "save str(value)"),
