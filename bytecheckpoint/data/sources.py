@@ -5,6 +5,7 @@ streams.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
@@ -140,8 +141,8 @@ def inexact_reason(source: Any) -> str | None:
         )
     if any(map(_counts_rows_ahead, examples)):
         return (
-            "a dataset with .map or .filter over Arrow data skips samples when it goes on from its state, in datasets "
-            "before 5.1. Install datasets >= 5.1"
+            "a dataset with .map or .filter over Arrow data, or .shuffle(buffer_size=1), skips samples when it goes on "
+            "from its state, in datasets before 5.1. Install datasets >= 5.1"
         )
     module = type(source).__module__.partition(".")[0]
     if module == "webdataset" and _shuffles_at_random(source):
@@ -165,7 +166,12 @@ def _shuffles_in_a_buffer(examples: Any) -> bool:
 
 
 def _counts_rows_ahead(examples: Any) -> bool:
-    """Returns True if the state of the part counts all rows of a table as read, when the first of them is given."""
+    """Returns True if the state of the part counts rows as read that were not given yet: all of a table with its first,
+    or the one that waits in a buffer of one.
+    """
+    if type(examples).__name__ == "BufferShuffledExamplesIterable":
+        # The release that reads several shards by turns is the one whose buffer of one gives a sample at once.
+        return not hasattr(sys.modules.get(type(examples).__module__), "InterleavedShardsExamplesIterable")
     if type(examples).__name__ not in {"MappedExamplesIterable", "FilteredExamplesIterable"}:
         return False
     rows = getattr(examples, "ex_iterable", None)

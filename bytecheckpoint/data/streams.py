@@ -25,7 +25,7 @@ from bytecheckpoint.data.stream_position import SourceSnapshot, StreamPosition, 
 from bytecheckpoint.data.stream_reader import Change, StreamReader, blocks_in_turn, pass_epoch
 from bytecheckpoint.errors import CheckpointMismatchError
 
-_REQUESTS, _UNCOUNTED = 0, 1
+_REQUESTS, _UNCOUNTED, _COUNTINGS = 0, 1, 2
 """Places in the numbers that a process shares with its workers."""
 
 
@@ -73,6 +73,8 @@ class Streams(IterableDataset[Any]):
         """
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of {size} ranks")
+        if not isinstance(sources, Mapping):
+            raise ValueError(f"sources is a {type(sources).__name__}; it is a dict of each stream's source by its id")
         if len(sources) < size:
             raise ValueError(
                 f"{len(sources)} streams cannot be shared out to {size} ranks: split the data into at least {size} "
@@ -103,8 +105,10 @@ class Streams(IterableDataset[Any]):
         """True once a loader counts what the trainer takes; then iteration alone does not."""
         self.is_counted = False
         """True while a loader that counts begins a pass. Workers keep what they were started with."""
+        self._num_countings = 0
+        """How often a loader began to count. In a worker: before the worker was started."""
         # Shared memory, because workers are forked or sent a copy of this object.
-        self._flags = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self._flags = torch.zeros(3, dtype=torch.int64, device="cpu")
         self._flags.share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[Any]:
@@ -242,10 +246,12 @@ class Streams(IterableDataset[Any]):
 
     def _begin_counting(self) -> None:
         """Lets a loader count what the trainer takes, from the positions of now: they include what was read in this
-        process, and not what workers have read. A pass that this process has begun is out of date.
+        process, and not what workers have read. A pass that was begun before, here or in a worker, is out of date.
         """
         self.is_tracked = True
         self._reader = None
+        self._num_countings += 1
+        self._flags[_COUNTINGS] = self._num_countings
         self._flags[_UNCOUNTED] = 0
 
     def _blocks(self, num_workers: int) -> list[list[str]]:
@@ -299,7 +305,7 @@ class _StreamsPass:
             if not (self._is_counted or self._counts):
                 streams._flags[_UNCOUNTED] = 1
             reader, is_mid_pass = self._begin()
-        if reader is not streams._reader:
+        if reader is not streams._reader or streams._num_countings != int(streams._flags[_COUNTINGS]):
             raise RuntimeError(
                 "this pass over bcp.data.Streams is out of date: another one was begun since, or a state was loaded. "
                 "Call iter() again"

@@ -52,7 +52,7 @@ class TrackedLoader:
 
     def __init__(self, loader: DataLoader[Any], streams: Streams) -> None:
         """Changes `loader` itself, which counts from then on. A pass over it that was begun before is out of date: it
-        raises RuntimeError at its next batch, or its batches are not counted.
+        raises RuntimeError at its next batch, or after those that workers have read ahead, which are not counted.
         """
         self._loader = weakref.ref(loader)  # the loader holds this, and its workers end with its last reference
         self._streams = streams

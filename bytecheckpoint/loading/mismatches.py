@@ -21,6 +21,10 @@ from bytecheckpoint.loading.match import Match
 
 _NUM_SHOWN = 10
 _NUM_MATCHED = 200
+_LOST_SUM = (
+    'rank 0 gets the sum of a RankLocal(merge="sum"), and its state has none there, so that the sum would be lost; '
+    "pass it on all ranks"
+)
 _KINDS = ("missing_key", "unexpected_key", "shape", "dtype", "coverage", "conflict")
 
 
@@ -48,6 +52,8 @@ class _RankFindings(msgspec.Struct, frozen=True, array_like=True):
     """The name of the state that the names of the checkpoint may belong below; "" if there is none."""
     has_experts: bool
     """True if the checkpoint has experts in separate tensors, which a load can stack."""
+    sums: list[str]
+    """FQNs of entries whose sum over ranks is loaded, on rank 0, and zero on the others."""
     sums_in_files: bool
     """True if it sums integers that lie in data files."""
 
@@ -68,6 +74,8 @@ class MergedFindings(msgspec.Struct, frozen=True, array_like=True):
     """The name of the state that the checkpoint may belong below, if all ranks gave the same; else ""."""
     ignored: list[str] = []
     """Top-level names of the checkpoint that no rank's state has."""
+    lost_sums: dict[str, str] = {}
+    """Texts of the conflicts where ranks get zero and rank 0 does not get the sum, by the FQN of the entry."""
     sums_in_files: bool = False
     """True if a rank sums integers that lie in data files."""
 
@@ -82,6 +90,7 @@ def merge_findings(
     ignored: Collection[str] = (),
     other_name: str = "",
     has_experts: bool = False,
+    sums: Sequence[str] = (),
     sums_in_files: bool = False,
 ) -> MergedFindings:
     """Returns, on every rank, everything that does not fit on some rank. With `strict`, raises one
@@ -104,6 +113,7 @@ def merge_findings(
         is_all_skipped=bool(match.skipped) and not match.shards,
         other_name=other_name,
         has_experts=has_experts,
+        sums=list(sums),
         sums_in_files=sums_in_files,
     )
 
@@ -163,6 +173,9 @@ def _merge(findings: Sequence[_RankFindings], fqns: Sequence[str], own_names: Se
     ignored = {fqn.split(".")[0] for fqn in chain(unclaimed, own_names) if not is_at_or_below(fqn, top_level)}
     unexpected += sorted({fqn for of_rank in findings for fqn in of_rank.unexpected})
     problems = {(problem.kind, problem.fqn): problem for of_rank in findings for problem in of_rank.problems}
+    lost = {fqn for of_rank in findings for fqn in of_rank.sums}.difference(findings[COORDINATOR].sums)
+    lost_sums = {fqn: f"{fqn}: {_LOST_SUM}" for fqn in sorted(lost)}
+    problems |= {("conflict", fqn): Problem("conflict", fqn, text) for fqn, text in lost_sums.items()}
     unused = [rule for rule in findings[COORDINATOR].unused if all(rule in of_rank.unused for of_rank in findings)]
     # A state of nothing but modules without tensors has nothing that a load could fill.
     fills = any(of_rank.fills for of_rank in findings) or not any(of_rank.has_places for of_rank in findings)
@@ -172,6 +185,7 @@ def _merge(findings: Sequence[_RankFindings], fqns: Sequence[str], own_names: Se
         unused,
         fills,
         ignored=sorted(ignored),
+        lost_sums=lost_sums,
         sums_in_files=any(of_rank.sums_in_files for of_rank in findings),
     )
 
@@ -240,7 +254,7 @@ def _nothing_text(stored: CheckpointView, top_level: set[str]) -> str:
 
 def _entries_text(missing: Sequence[str], stored: CheckpointView) -> str:
     """Names the entries of the checkpoint if it lacks the entry of a missing name; else returns ""."""
-    entries = {name.partition(".")[0] for name in stored.common_names}
+    entries = {name.partition(".")[0] for name in stored.all_names()}
     lost = sorted({name.partition(".")[0] for name in missing} - entries)
     if not lost:
         return ""

@@ -146,6 +146,7 @@ def fit_state(
             ignored=wanted.ignored,
             other_name=other_name,
             has_experts=has_experts,
+            sums=[entry.fqn for entry in _rank_local(matched) if entry.is_summed],
             sums_in_files=any(entry.sums_in_files for entry in _rank_local(matched)),
         )
         return Fitted(*matched, fetches, findings)
@@ -161,7 +162,7 @@ def fit_state(
             candidates += [(match_named(each, wanted, below=other_name, beside=beside), other_name) for each in scopes]
         chosen = _best_of(ranks, candidates)
         fitted = agree(chosen)
-    conflicts = bad_sums(chosen) if fitted.findings.sums_in_files else {}
+    conflicts = {**fitted.findings.lost_sums, **(bad_sums(chosen) if fitted.findings.sums_in_files else {})}
     return agree(_without_sums(chosen, conflicts, wanted)) if conflicts else fitted
 
 

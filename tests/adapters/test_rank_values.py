@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,28 @@ def test_on_as_many_ranks_each_gets_its_own(workers: WorkerPool, tmp_path: Path,
     loaded = workers.run(load_counters, str(tmp_path), merge, world_size=3)
     expected = [([[10.0 + rank], *KINDS], {"all": 10 + rank, f"only {rank}": 10 + rank}, []) for rank in range(3)]
     assert loaded == expected
+
+
+def load_beside_rank_0(rank: int, world_size: int, path: str, merge: Any) -> tuple[Any, ...]:
+    holder: bcp.RankLocal = bcp.RankLocal("mine", merge=merge)
+    state = {"x": torch.zeros(2)} | ({"n": holder} if rank else {})
+    refused = ""
+    try:
+        bcp.load(path, state)
+    except bcp.CheckpointMismatchError as error:
+        refused = f"{error.kind} {error} {state['x'].tolist()}"
+    report = bcp.load(path, state, strict=False)
+    return refused, holder.value == "mine", report.mismatched, state["x"].tolist()
+
+
+def test_a_sum_that_rank_0_does_not_take_is_refused(workers: WorkerPool, tmp_path: Path) -> None:
+    """The other ranks were given zero."""
+    workers.run(save_counters, str(tmp_path), world_size=2)
+    for refused, *loaded in workers.run(load_beside_rank_0, str(tmp_path), "sum", world_size=3):
+        assert re.search(r"^conflict .*n: rank 0 gets the sum .* \[0\.0, 0\.0\]$", refused, re.DOTALL)
+        assert loaded == [True, [refused.split("  conflict: ")[1].rpartition(" [")[0]], [1.0, 1.0]]
+    largest = workers.run(load_beside_rank_0, str(tmp_path), "max", world_size=3)
+    assert largest == [("", rank == 0, [], [1.0, 1.0]) for rank in range(3)]
 
 
 def test_a_converted_checkpoint_knows_how_many_ranks_saved_it(workers: WorkerPool, tmp_path: Path) -> None:
@@ -445,6 +468,7 @@ def test_a_rank_without_a_saved_value_leaves_it_out_with_its_parts(
 def load_of_a_part(rank: int, world_size: int, path: str) -> str:
     with pytest.raises(bcp.CheckpointMismatchError, match="none of them had this rank's number") as error:
         bcp.load(path, {"n": bcp.RankLocal({}), "x": torch.zeros(2)}, include=["n.a", "x"])
+    assert "no entry" not in str(error.value)
     return error.value.kind
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -93,6 +95,20 @@ def test_a_filter_over_tables_that_are_given_as_arrays_is_told() -> None:
         "_ex_iterable": filtered,
     }
     assert "before 5.1" in str(inexact_reason(type("IterableDataset", (Records,), members)([])))
+
+
+@pytest.mark.parametrize(("release", "why"), [("5.0", "before 5.1"), ("5.1", "None")])
+def test_a_shuffle_of_shards_alone_is_told_where_its_state_skips_a_sample(
+    monkeypatch: pytest.MonkeyPatch, release: str, why: str
+) -> None:
+    module = ModuleType("datasets.iterable_dataset")
+    if release == "5.1":
+        monkeypatch.setattr(module, "InterleavedShardsExamplesIterable", object, raising=False)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    shuffled = examples("BufferShuffled", "Arrow")
+    shuffled.buffer_size, type(shuffled).__module__ = 1, module.__name__
+    members = {"__module__": module.__name__, "state_dict": Records.state_dict, "_ex_iterable": shuffled}
+    assert why in str(inexact_reason(type("IterableDataset", (Records,), members)([])))
 
 
 def test_a_map_over_what_is_no_table_goes_on_exactly() -> None:

@@ -375,6 +375,7 @@ def test_sources_do_not_see_that_they_are_read_in_a_worker(monkeypatch: pytest.M
     ("sources", "options", "message"),
     [
         (lists(1), {"rank": 0, "size": 2}, "1 streams cannot be shared out to 2 ranks"),
+        ([[1], [2]], {"rank": 0, "size": 1}, "sources is a list; it is a dict"),
         (lists(1), {"rank": 1, "size": 1}, "rank 1 is not one of 1 ranks"),
         (lists(1), {"rank": 0, "size": 1, "snapshot_every": 0}, "1 or more"),
         ({1: []}, {"rank": 0, "size": 1}, "the id of a stream is a text; 1 is a int"),

@@ -11,13 +11,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
-from random import Random
+from random import Random, SystemRandom
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from bytecheckpoint.data.elastic_loader import ElasticLoader
 from bytecheckpoint.manifest.plain_wire import INT64
 
 _ITEMS = frozenset({type(None), bool, int, float, str, bytes})
@@ -127,8 +128,12 @@ def advice_for(value: Any) -> str:
                 "place of shuffle=True, or take torchdata's StatefulDataLoader, and save "
                 "bytecheckpoint.DataLoaderState(value, rank=..., size=...): see docs/data.md"
             )
+        case ElasticLoader():
+            return "save bytecheckpoint.DataLoaderState(value, rank=..., size=...): see docs/data.md"
         case np.random.Generator():
             return "save bytecheckpoint.RankLocal(value), or save value.bit_generator.state and assign it"
+        case SystemRandom():
+            return "leave it out: it draws from the operating system and has no state"
         case Random():
             return "save bytecheckpoint.RankLocal(value), or save value.getstate() and give it to value.setstate()"
         case deque():

@@ -184,6 +184,11 @@ class RankLocalEntry:
         return problems + problems_of(selected, stored.tree, self.fqn)
 
     @property
+    def is_summed(self) -> bool:
+        """True if it loads a sum: all of it on rank 0, and zero on the others."""
+        return self._merged is not None and self._found is not None and self._holder.merge == "sum"
+
+    @property
     def sums_in_files(self) -> bool:
         """True if this rank sums integers that lie in data files."""
         return self._merged is not None and self._found is not None and self._merged.sums_in_files

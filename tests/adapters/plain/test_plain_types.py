@@ -21,6 +21,7 @@ from msgspec.msgpack import Ext
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
+from bytecheckpoint.data import Streams
 
 VALUES: list[Any] = [
     set(),
@@ -113,8 +114,10 @@ REFUSED = [
     (Settings(), "save dataclasses.asdict(value)"),
     (Colour.RED, "save value.name"),
     (torch.Generator(), "save value.get_state()"),
+    (Streams({"a": [1]}, rank=0, size=1), "save bytecheckpoint.DataLoaderState(value, rank=..., size=...)"),
     (np.random.default_rng(), "save bytecheckpoint.RankLocal(value)"),
     (random.Random(), "save bytecheckpoint.RankLocal(value)"),
+    (random.SystemRandom(), "leave it out"),
     (deque([1]), "save list(value)"),
     (Place(1, 2), "save value._asdict()"),
     (torch.device("cpu"), "save str(value)"),
