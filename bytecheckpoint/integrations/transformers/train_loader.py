@@ -53,10 +53,10 @@ class PassOrder(RngState):
         super().load_state_dict(self._noted)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._noted
+        return {"at": self.at, "begun": self._noted}  # nested: nothing else takes it for the present random state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._noted = state
+        self._noted = state["begun"]
 
 
 class RestOfPass(IterableDataset[Any]):
