@@ -213,7 +213,7 @@ _STATE_KEYS = frozenset(key for kind in _KINDS.values() for key in kind.needed |
 _ALGORITHM = _kind(
     "betas amsgrad momentum dampening nesterov alpha centered rho lr_decay initial_accumulator_value momentum_decay "
     "lambd t0 etas step_sizes max_iter max_eval history_size tolerance_grad tolerance_change line_search_fn "
-    "beta2_decay ns_steps ns_coefficients adjust_lr_fn"
+    "beta2_decay ns_steps ns_coefficients adjust_lr_fn clip_threshold decay_rate"
 ).needed
 """Hyperparameters that tell one algorithm from another; most optimizers have the others."""
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from bytecheckpoint import api
 from bytecheckpoint.adapters.collect import entries_of
 from bytecheckpoint.adapters.native.modules import ModuleEntry
@@ -136,12 +138,15 @@ def load_state(accelerator: Any, path: str | os.PathLike[str] | None = None, **a
 
     Raises:
         ValueError: As for `save_state`, except for `step`.
-        CheckpointMismatchError: accelerate itself has written the folder (`conflict`).
+        CheckpointMismatchError: accelerate itself has written the folder (`conflict`), or the checkpoint has a model
+            and none is prepared yet.
         CheckpointError: As `bytecheckpoint.load` raises it.
     """
     _refuse_backend(accelerator)
     place, following = _newest(_project_root(accelerator), arguments) if path is None else (os.fspath(path), None)
     models = _loaded_models(accelerator, place, _decisions(place, arguments, LoadOptions()))
+    if not accelerator._models:  # before prepare(): an empty one refuses the weights that would be left out silently
+        models[0] = nn.Module()
     state = _state_of(accelerator, models, loads=True)
     with _parameters_named(accelerator, models):
         report = api.load(place, state, **arguments)

@@ -4,7 +4,9 @@ one a run goes on from. A folder is committed once it has a manifest.
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundErr
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders
 from bytecheckpoint.manager.retention import JOURNAL_FOLDER
 from bytecheckpoint.storage.layout import DATA_FOLDER, MANIFEST_NAME
+
+logger = logging.getLogger("bytecheckpoint")
 
 TRAINER_STATE = "trainer_state.json"
 CONFIG = "config.json"
@@ -43,6 +47,14 @@ class TrainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     def without_state(self) -> TrainerRecord:
         """Returns the record without the state of the Trainer, whose history grows with each step."""
         return msgspec.structs.replace(self, trainer_state="")
+
+    def part_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the part of the state that the checkpoint has; a warning names the rest."""
+        # Without a position of the loader its batches are skipped, and without an order they come as in a new run.
+        absent = [name for name in state if name not in self.entries and name not in {"data", "order"}]
+        if absent:
+            logger.warning("the checkpoint has no %s, as with save_only_model=True: they begin anew", ", ".join(absent))
+        return {name: value for name, value in state.items() if name in self.entries}
 
 
 class Resume(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.transformers.folders import (
     Resume,
-    TrainerRecord,
     find_given,
     find_newest,
     find_record,
@@ -40,7 +39,7 @@ try:
     from transformers.trainer_callback import ExportableState
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-    from bytecheckpoint.integrations.transformers.train_loader import RestOfPass, train_loader_state
+    from bytecheckpoint.integrations.transformers.train_loader import PassOrder, RestOfPass, train_loader_state
 except ImportError as error:
     raise missing_framework("transformers", "transformers[torch] >= 5.23") from error
 
@@ -88,6 +87,9 @@ class BcpTrainerMixin(Trainer):
     _bcp_report: LoadReport | None = None
     _bcp_data: DataLoaderState | None = None
     """State of the train loader; None if that has no state."""
+    _bcp_order: PassOrder
+    _bcp_is_in_pass = False
+    """True in a pass that was resumed after its first batch."""
 
     def train(
         self,
@@ -188,6 +190,14 @@ class BcpTrainerMixin(Trainer):
         # The handler of this option would save on the rank that got the signal, without the others. AgreedStop does
         # the work of that handler.
         self.args.enable_jit_checkpoint = False
+        mro = type(self).__mro__
+        for each in mro[mro.index(BcpTrainerMixin) + 1 : mro.index(Trainer)]:
+            if "_save_checkpoint" in vars(each):
+                logger.warning(
+                    "%s._save_checkpoint is not called, because BcpTrainerMixin saves in its place: move what it adds "
+                    "to an on_save callback, or to a class before the mixin",
+                    each.__name__,
+                )
 
     # ---- Saving
 
@@ -260,8 +270,7 @@ class BcpTrainerMixin(Trainer):
             scaler = getattr(self.accelerator, "scaler", None)
             if scaler is not None:
                 state["extra_state"] = {"scaler": scaler}
-            if self._bcp_data is not None:
-                state["data"] = self._bcp_data
+            state |= {"order": self._bcp_order} if self._bcp_data is None else {"data": self._bcp_data}
         return state
 
     def _bcp_note_best(self, saves: TrainerSaves, run_dir: str) -> None:
@@ -321,7 +330,7 @@ class BcpTrainerMixin(Trainer):
         if checkpoint is None or record is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        wanted = _present(self._bcp_state(adapters_only=record.adapters_only, model_only=False), record)
+        wanted = record.part_of(self._bcp_state(adapters_only=record.adapters_only, model_only=False))
         self._bcp_report = api.load(checkpoint, wanted, step=None)
         self._bcp_is_in_place = "data" in wanted
 
@@ -332,6 +341,7 @@ class BcpTrainerMixin(Trainer):
         self._bcp_data = train_loader_state(
             train_dataloader, rank=self.args.process_index, size=self.args.world_size, elastic=self.bcp_elastic
         )
+        self._bcp_order = PassOrder()
         return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
 
     def _run_epoch(self, *, train_dataloader: Any, steps_trained_in_current_epoch: int, **kwargs: Any) -> None:
@@ -342,6 +352,12 @@ class BcpTrainerMixin(Trainer):
             num_to_skip = 0 if self.args.ignore_data_skip else steps_trained_in_current_epoch
             self._bcp_rest = RestOfPass(self._bcp_data, num_to_skip=num_to_skip)
             train_dataloader = self._bcp_rest.as_loader()
+        is_resumed = self._bcp_report is not None and kwargs["epoch"] == kwargs["epochs_trained"]
+        self._bcp_is_in_pass = is_resumed and steps_trained_in_current_epoch > 0 and self._bcp_data is None
+        if self._bcp_is_in_pass:
+            self._bcp_order.restore()
+        else:
+            self._bcp_order.note()
         super()._run_epoch(
             train_dataloader=train_dataloader,
             steps_trained_in_current_epoch=steps_trained_in_current_epoch,
@@ -356,6 +372,8 @@ class BcpTrainerMixin(Trainer):
             self._bcp_report.restore_rng()
             if self._bcp_rest is not None:
                 self._bcp_rest.draw_as_begun()
+            if not self._bcp_is_in_pass:
+                self._bcp_order.note()
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         if self._bcp_saves is not None:
@@ -369,12 +387,5 @@ class BcpTrainerMixin(Trainer):
         best = self.state.best_model_checkpoint
         if limit == 1 and best is not None and not self.bcp_stop_reason:
             self._bcp_saves_in(self._get_output_dir(trial)).keep_only(best)
+        self._bcp_end_earlier()
         return output
-
-
-def _present(state: Mapping[str, Any], record: TrainerRecord) -> dict[str, Any]:
-    """Returns the part of the state that the checkpoint has."""
-    absent = [name for name in state if name not in record.entries and name != "data"]  # else batches are skipped
-    if absent:
-        logger.warning("the checkpoint has no %s, as with save_only_model=True: they begin anew", ", ".join(absent))
-    return {name: value for name, value in state.items() if name in record.entries}

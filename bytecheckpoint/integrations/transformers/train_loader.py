@@ -13,6 +13,7 @@ from accelerate.data_loader import DataLoaderAdapter
 from torch.utils.data import DataLoader, IterableDataset
 
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
+from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.data.known_loaders import elastic_loader_of
 from bytecheckpoint.data.tracked_loader import TrackedLoader
 from bytecheckpoint.integrations.shared.loader_state import has_state, loader_state
@@ -31,6 +32,31 @@ def train_loader_state(loader: Any, *, rank: int, size: int, elastic: Elastic | 
     if not is_known and (not has_state(loader) or isinstance(loader, DataLoaderAdapter)):
         return None
     return loader_state(loader, rank=rank, size=size, elastic=elastic)
+
+
+class PassOrder(RngState):
+    """The random state in which a pass over the train loader began: samplers without a generator of their own, such as
+    the one that groups samples by length, draw the order of the pass from it. A rank that the save did not have gets
+    that of the first one, because all draw the same order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(at={})
+        self.note()
+
+    def note(self) -> None:
+        """Takes the present random state as that of the pass."""
+        self._noted = super().state_dict()
+
+    def restore(self) -> None:
+        """Sets the generators to the state in which the pass began."""
+        super().load_state_dict(self._noted)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "begun": self._noted}  # nested: nothing else takes it for the present random state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._noted = state["begun"]
 
 
 class RestOfPass(IterableDataset[Any]):

@@ -65,8 +65,8 @@ class StopRequests:
         self._is_closed = False
         if signals and threading.current_thread() is not threading.main_thread():
             logger.warning(
-                "stops cannot be requested by %s, because only the main thread can handle signals: make the manager or "
-                "AgreedStop there, or call request_stop of the manager, request of AgreedStop",
+                "stops cannot be requested by %s, because only the main thread can handle signals: train there, or "
+                "request them by a call, such as request_stop of the manager",
                 ", ".join(signals),
             )
             return

@@ -98,6 +98,17 @@ def test_another_number_of_registered_objects_is_refused(tmp_path: Path) -> None
         load_state(accelerator(), tmp_path)
 
 
+def test_a_load_before_prepare_is_refused_and_loads_nothing(tmp_path: Path) -> None:
+    first, _ = two_of_each(1)
+    first.register_for_checkpointing(Counter(3))
+    save_state(first, tmp_path).result()
+    early, counter = accelerator(), Counter(0)
+    early.register_for_checkpointing(counter)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"model\.weight: in the checkpoint, not in the state"):
+        load_state(early, tmp_path)
+    assert counter.count == 0
+
+
 def test_a_folder_of_accelerate_itself_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
     first, (model, *_) = two_of_each(1)
     first.save_state(tmp_path)

@@ -17,7 +17,7 @@ import bytecheckpoint as bcp
 
 transformers = pytest.importorskip("transformers")
 
-from bytecheckpoint.integrations.transformers import last_checkpoint  # noqa: E402
+from bytecheckpoint.integrations.transformers import BcpTrainerMixin, last_checkpoint  # noqa: E402
 from bytecheckpoint.integrations.transformers.saves import Limit, TrainerSaves  # noqa: E402
 from bytecheckpoint.storage import layout  # noqa: E402
 from bytecheckpoint.tools.analysis.diagnosis.checkpoint_diagnosis import diagnose  # noqa: E402
@@ -84,6 +84,15 @@ def test_gradient_accumulation_and_epochs_go_on(tmp_path: Path) -> None:
     assert folders(tmp_path) == ["checkpoint-12", "checkpoint-6"]
     resumed = trainer(tmp_path, **given)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert is_same_run(resumed, whole)
+
+
+@pytest.mark.parametrize("step", [4, 6, 8], ids=["first epoch", "between", "second epoch"])
+def test_an_order_that_a_sampler_draws_from_the_random_state_goes_on(tmp_path: Path, step: int) -> None:
+    whole = trainer(tmp_path, train_sampling_strategy="group_by_length")
+    whole.train()
+    resumed = trainer(tmp_path, train_sampling_strategy="group_by_length")
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
     assert is_same_run(resumed, whole)
 
 
@@ -383,11 +392,38 @@ def test_another_dtype_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
     assert are_equal(parameters(other), before)
 
 
+def test_a_checkpoint_of_another_optimizer_is_refused_before_training(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    resumed = trainer(tmp_path, optim="adafactor")  # that of transformers
+    with pytest.raises(bcp.CheckpointMismatchError, match="another kind of optimizer"):
+        resumed.train(resume_from_checkpoint=True)
+
+
+def test_a_save_of_a_subclass_that_is_not_called_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Averaging(transformers.Trainer):
+        def _save_checkpoint(self, *_: Any) -> None:
+            raise AssertionError
+
+    trainer(tmp_path, kind=type("Mine", (BcpTrainerMixin, Averaging), {}), max_steps=2).train()
+    warned = [each.getMessage() for each in caplog.records if "is not called" in each.getMessage()]
+    assert [text.split()[0] for text in warned] == ["Averaging._save_checkpoint"]
+
+
+def test_training_leaves_no_thread_that_deletes(tmp_path: Path) -> None:
+    before = threading.enumerate()  # training that failed in other tests leaves some
+    trainer(tmp_path, save_total_limit=1).train()
+    threads = [each for each in threading.enumerate() if each.name == "bcp-retention" and each not in before]
+    for each in threads:
+        each.join(30)
+    assert folders(tmp_path) == ["checkpoint-10"]
+    assert not any(each.is_alive() for each in threads)
+
+
 def test_doctor_says_what_a_folder_of_the_trainer_is_and_its_line_loads_the_model(tmp_path: Path) -> None:
     run = trainer(tmp_path, max_steps=2)
     run.train()
     found = diagnose(str(tmp_path / "checkpoint-2"), {})
-    assert {part.name for part in found.parts} == {"model", "optimizer", "scheduler", "rng"}
+    assert {part.name for part in found.parts} == {"model", "optimizer", "scheduler", "rng", "order"}
     (alone,) = (code for code in found.code if code.does == "load the model alone")
     names: dict[str, Any] = {"bcp": bcp, "model": small_model()}
     exec("\n".join(alone.lines), names)
