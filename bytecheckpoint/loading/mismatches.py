@@ -240,7 +240,7 @@ def _nothing_text(stored: CheckpointView, top_level: set[str]) -> str:
 
 def _entries_text(missing: Sequence[str], stored: CheckpointView) -> str:
     """Names the entries of the checkpoint if it lacks the entry of a missing name; else returns ""."""
-    entries = {name.partition(".")[0] for name in stored.common_names}
+    entries = {name.partition(".")[0] for name in stored.all_names()}
     lost = sorted({name.partition(".")[0] for name in missing} - entries)
     if not lost:
         return ""
