@@ -164,9 +164,24 @@ def check_calls(call: str, messages: Sequence[bytes], global_ranks: Sequence[int
     parts = [message.partition(_END_OF_CALL) for message in messages]
     for rank, (other, _, _) in enumerate(parts):
         if other.decode() != call:
-            raise CheckpointMismatchError(
-                f"rank {global_ranks[rank]} called {other.decode()} while rank {global_ranks[COORDINATOR]} called "
-                f"{call}; nothing was done: all ranks of a process group have to make the same calls in the same order",
-                kind="conflict",
-            )
+            raise _other_call(other.decode(), call, global_ranks, rank=rank)
     return [payload for _, _, payload in parts]
+
+
+def check_call(call: str, message: bytes, global_ranks: Sequence[int], *, rank: int) -> bytes:
+    """Returns the payload of the coordinator's first message, without the name of its call. Raises
+    CheckpointMismatchError (conflict) if `rank`, which received it, has made another call.
+    """
+    of_coordinator, _, payload = message.partition(_END_OF_CALL)
+    if of_coordinator.decode() != call:
+        raise _other_call(call, of_coordinator.decode(), global_ranks, rank=rank)
+    return payload
+
+
+def _other_call(call: str, of_coordinator: str, global_ranks: Sequence[int], *, rank: int) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"rank {global_ranks[rank]} called {call} while rank {global_ranks[COORDINATOR]} called {of_coordinator}; "
+        "nothing was done: all ranks of a process group have to make the same calls in the same order",
+        kind="conflict",
+        ranks=(global_ranks[rank],),
+    )

@@ -13,9 +13,9 @@ from itertools import chain
 from typing import TypeVar
 
 import msgspec
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 
-from bytecheckpoint.distributed.attendance import Attendance, check_calls, named_call
+from bytecheckpoint.distributed.attendance import Attendance, check_call, check_calls, named_call
 from bytecheckpoint.distributed.blocks import (
     COORDINATOR,
     RankBlocks,
@@ -28,10 +28,10 @@ from bytecheckpoint.distributed.blocks import (
 )
 from bytecheckpoint.distributed.departures import ABANDONED, HAS_FAILURE, NUM_FAILURES, Departures, failure_key
 from bytecheckpoint.distributed.failures import decode_failure, encode_failure, merge_errors
-from bytecheckpoint.distributed.liveness.peer_watch import PeerWatch
+from bytecheckpoint.distributed.liveness.peer_watch import PeerWatch, host_of
 from bytecheckpoint.distributed.store_limits import run_with_timeout, store_lost
 from bytecheckpoint.distributed.store_values import get_message, get_messages, keys_of, put_message
-from bytecheckpoint.distributed.waiting import CallStore, base_of
+from bytecheckpoint.distributed.waiting import CallStore
 from bytecheckpoint.errors import CheckpointError
 
 T = TypeVar("T")
@@ -133,8 +133,7 @@ class GroupRanks:
 
     @property
     def rendezvous_host(self) -> str | None:
-        store = base_of(self._store)
-        return store.host if isinstance(store, TCPStore) else None
+        return host_of(self._store)
 
     def enter(self) -> None:
         try:
@@ -187,8 +186,9 @@ class GroupRanks:
             else:
                 self._send_up(number, up_key(number, self.rank), payload, reader=self._blocks.leader)
             return []
-        if not self._await_arrivals(number, self._timeout_s):
-            self._raise_absent(number)
+        has_rung = self._await_arrivals(number, self._timeout_s)
+        if not has_rung and (absent := self._attendance.find_absent(self._call_store, number)):
+            raise self._attendance.missing_error(absent)
         if self._call_store.is_set(HAS_FAILURE):  # also of a rank that sent its message and then gave up on this one
             raise RankFailedError(merge_errors(self._failures()))
         self._raise_ended()
@@ -202,9 +202,7 @@ class GroupRanks:
         """Puts a message for the reader, and rings its bell if this was the last one."""
         keys = put_message(self._store, key, message)
         # Training waits for the answer: a small message may stay until the end of the call.
-        is_small = len(message) <= _SMALL_BYTES
-        self._keys += keys if is_small else []
-        self._large_keys += [] if is_small else keys
+        (self._keys if len(message) <= _SMALL_BYTES else self._large_keys).extend(keys)
         num_senders = len(self._blocks.senders(reader))
         if num_senders > 1 and self._store.add(arrivals_key(number, reader), 1) < num_senders:
             return
@@ -237,10 +235,6 @@ class GroupRanks:
         if self._attendance.look_for_senders(self._call_store, number):
             self._put(bell_key(number, self.rank), b"")
 
-    def _raise_absent(self, number: int) -> None:
-        if absent := self._attendance.find_absent(self._call_store, number):
-            raise self._attendance.missing_error(absent)
-
     def _raise_ended(self) -> None:
         if ended := self._attendance.ended:
             self._departures.leave_for(ended)
@@ -265,7 +259,7 @@ class GroupRanks:
     def _broadcast(self, payload: bytes) -> bytes:
         if self.rank != COORDINATOR:
             return self._receive_down()
-        self._send_down(_SHARED + payload)
+        self._send_down(_SHARED, payload)
         return payload
 
     def _scatter(self, payloads: Sequence[bytes]) -> bytes:
@@ -290,7 +284,7 @@ class GroupRanks:
         self._has_failed = True
         if error.kind == "rank_missing" and self._call_store.is_set(HAS_FAILURE):
             error = merge_errors([error, *self._failures()])
-        self._send_down(_FAILURE + encode_failure(error))
+        self._send_down(_FAILURE, encode_failure(error))
         for leader in self._blocks.leaders[1:]:  # which may wait for a rank of their blocks
             self._ring(leader)
         if error.kind == "rank_missing":
@@ -322,8 +316,7 @@ class GroupRanks:
     def _leave(self, *, all_failed: bool = False) -> None:
         """Counts this rank, not the coordinator, as gone. Removes its keys; hands over those that may still be read."""
         # A leader may be about to read them.
-        is_unsafe = self._has_failed or (all_failed and self._blocks.are_several)
-        num_read = 0 if is_unsafe else self._num_read
+        num_read = 0 if self._has_failed or (all_failed and self._blocks.are_several) else self._num_read
         self._call_store.remove(*self._keys[:num_read])
         call_keys = [*self._keys[num_read:], *self._large_keys, *(self._last_arrivals() if all_failed else [])]
         self._departures.leave(self.rank, block_keys=self._block_keys, call_keys=call_keys)
@@ -347,8 +340,10 @@ class GroupRanks:
         """Returns the keys that count messages for this reader; they may stay if the last message never comes."""
         return [arrivals_key(number, self.rank) for number in (max(self._num_up - 1, 0), self._num_up)]
 
-    def _send_down(self, message: bytes) -> None:
-        self._put(down_key(self._num_down, "all"), message)
+    def _send_down(self, kind: bytes, payload: bytes = b"") -> None:
+        # A rank that makes another call would take the payload for that of its own.
+        payload = payload if self._num_down or kind == _FAILURE else named_call(self._call_name, payload)
+        self._put(down_key(self._num_down, "all"), kind + payload)
         self._num_down += 1
 
     def _receive_down(self) -> bytes:
@@ -369,8 +364,13 @@ class GroupRanks:
             self._leave(all_failed=True)
             raise RankFailedError(decode_failure(message))
         self._large_keys.clear()
+        payload = message[1:]
+        if number == 0:
+            self._has_given_up = True  # of another call comes no verdict
+            payload = check_call(self._call_name, payload, self.global_ranks, rank=self.rank)
+            self._has_given_up = False
         if message[:1] == _SHARED:
-            return message[1:]
+            return payload
         if not self._blocks.are_several:
             return get_message(self._store, down_key(number, str(self.rank)))
         block_message = get_message(self._store, key := down_key(number, block_name(self._blocks.leader)))

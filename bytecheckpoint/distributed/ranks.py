@@ -32,6 +32,8 @@ BLOCK_RANKS = MAX_BLOCK_RANKS
 """Most ranks in a block. A rank exchanges messages with about so many others, or with as many blocks as there are."""
 _CATCH_UP_S = 2.0
 """Time in which a rank whose call the others gave up on looks for their next one."""
+_NO_GROUP = (None, dist.GroupMember.NON_GROUP_MEMBER)
+"""The default group, and what torch gives to ranks that are not in a new group."""
 
 
 class Ranks(Protocol):
@@ -125,8 +127,9 @@ def join_ranks(
 
     Must be called by every rank of the group, in the same order as other calls, before anything that can fail. A thread
     asks the store for the number of this call meanwhile; with `enters_later`, only once `enter` is called or the first
-    message sent. Raises CheckpointMismatchError (conflict) on a process that is not in the group.
+    message sent. Raises CheckpointMismatchError (conflict) on a process that is not in the group, and like check_group.
     """
+    check_group(process_group)
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         if about.is_save:
             _warn_of_others(about.path)
@@ -174,6 +177,15 @@ def join_ranks(
     )
 
 
+def check_group(process_group: object) -> None:
+    """Raises TypeError for what is neither a process group nor one of `_NO_GROUP`."""
+    if not isinstance(process_group, dist.ProcessGroup) and process_group not in _NO_GROUP:
+        raise TypeError(
+            f"process_group takes a torch.distributed.ProcessGroup or None, not a value of type "
+            f"{type(process_group).__name__}; nothing was done: of a DeviceMesh pass mesh.get_group()"
+        )
+
+
 class GroupPeers(NamedTuple):
     """Connections that this process keeps for a process group."""
 
@@ -217,7 +229,7 @@ def _warn_of_others(path: str) -> None:
             f"this process saves to {path} by itself, although the launcher started {num_processes}: torch.distributed "
             "is not initialized, so each of them writes a checkpoint of its own there; call "
             "torch.distributed.init_process_group() before the first save",
-            stacklevel=4,
+            stacklevel=7,
         )
 
 

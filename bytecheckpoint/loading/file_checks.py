@@ -11,7 +11,7 @@ import numpy as np
 
 from bytecheckpoint.adapters.rank_values.rank_local import RankLocalEntry
 from bytecheckpoint.adapters.target_shards import TargetShards
-from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, SoleRank
+from bytecheckpoint.distributed.ranks import Ranks, SoleRank
 from bytecheckpoint.loading.exchange import read_together
 from bytecheckpoint.loading.match import Match
 from bytecheckpoint.loading.name_scope import Matched
@@ -42,8 +42,8 @@ def plan_together(ranks: Ranks, source: Source, matched: Matched) -> list[Fetch]
 
     def assign_shares(payloads: Sequence[bytes]) -> list[bytes]:
         wanted = [msgspec.msgpack.decode(payload, type=_WantedFiles) for payload in payloads]
-        bits = np.array([np.unpackbits(np.frombuffer(each.files, np.uint8), count=num_files) for each in wanted])
-        shares = shares_of(bits, is_listed=is_listed)
+        rows = [np.unpackbits(np.frombuffer(each.files, np.uint8), count=num_files).view(bool) for each in wanted]
+        shares = shares_of(np.array(rows), is_listed=is_listed)
         verify = any(each.verify for each in wanted)
         return [msgspec.msgpack.encode((share, verify)) for share in shares]
 
@@ -91,11 +91,12 @@ def bad_sums(ranks: Ranks, source: Source, matched: Matched) -> Mapping[str, str
 
 def shares_of(wanted: np.ndarray, *, is_listed: bool) -> list[list[int]]:
     """Returns the files that each rank looks at; `wanted` has a row for each rank and a column for each file. A file
-    that many want goes to one of them, in turn; with `is_listed`, where one listing shows all, to the coordinator.
+    that many want goes to one of them, in turn; with `is_listed`, where one listing shows all, to rank 0.
     """
-    shares: list[list[int]] = [[] for _ in wanted]
-    for file, column in enumerate(np.ascontiguousarray(wanted.T)):
-        holders = np.flatnonzero(column)
-        if len(holders):
-            shares[COORDINATOR if is_listed else holders[file % len(holders)]].append(file)
+    if is_listed:
+        return [np.flatnonzero(wanted.any(axis=0)).tolist(), *([] for _ in wanted[1:])]
+    shares, to_skip = [], np.arange(wanted.shape[1]) % np.maximum(wanted.sum(axis=0), 1)
+    for row in wanted:  # not by file: with thousands of ranks a column is spread over all of memory
+        shares.append(np.flatnonzero(row & (to_skip == 0)).tolist())
+        to_skip -= row
     return shares

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +59,8 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
     prepared.snapshot.wait()
     files = SaveFiles(target, agreed.save_id, ranks.rank, agreed.rank_plan.files, prepared.extent_digests)
     # Other ranks get the error first: files are deleted after `together` has ended.
-    with ExitStack() as undo, together(ranks, f"writing {target.path}", about=about):
+    doing = f"writing {target.path}"
+    with ExitStack() as undo, together(ranks, doing, about=about), telling_of_another_owner(target):
         undo.callback(discard, files)
         with timer.phase("write"), closing(prepared.snapshot) as snapshot:
             reuse = find_reusable(ranks, target, prepared.reuse)
@@ -93,6 +94,21 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
     remember_files(prepared, files, [file for file, _ in written])
     warn_of_slow_phases(prepared, reports, committed)
     return committed
+
+
+@contextmanager
+def telling_of_another_owner(target: SaveTarget) -> Iterator[None]:
+    """Surrounds work on the files of a save. Where it fails, though no rank is missing, and another owner has claimed
+    the root, raises CheckpointSaveError (superseded) instead: that owner clears away what this save writes.
+    """
+    try:
+        yield
+    except (CheckpointError, RankFailedError) as failure:
+        error = failure.error if isinstance(failure, RankFailedError) else failure
+        if target.owner is not None and error.kind != "rank_missing":
+            with suppress(StorageError):
+                target.owner.check()
+        raise
 
 
 def remember_files(prepared: PreparedSave, files: SaveFiles, written: Sequence[DataFile]) -> None:
@@ -162,10 +178,11 @@ def _create_manifest(call: SaveCall, files: SaveFiles, content: bytes, undo: Exi
     store, folder = files.target.store, files.target.folder
     with ExitStack() as refused:
         refused.callback(undo.callback, discard, files)
-        if call.timer.age_s > _HELD_UP_S:
-            _refuse_if_collected(call, files, content)
-        if call.ranks.num_ranks > 1 and not is_remote(store):
-            check_is_shared(call, files, content)
+        with telling_of_another_owner(files.target):
+            if call.timer.age_s > _HELD_UP_S:
+                _refuse_if_collected(call, files, content)
+            if call.ranks.num_ranks > 1 and not is_remote(store):
+                check_is_shared(call, files, content)
         overwrite = files.target.may_replace()
         if files.target.owner is not None:
             files.target.owner.before_commit()

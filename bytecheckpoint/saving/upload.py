@@ -24,6 +24,7 @@ from bytecheckpoint.saving.commit import (
     commit_together,
     discard,
     remember_files,
+    telling_of_another_owner,
     warn_of_slow_phases,
 )
 from bytecheckpoint.saving.local_stage import LocalStage
@@ -153,7 +154,8 @@ def _write_to_stage(
 def _upload(call: SaveCall, files: SaveFiles, stage: LocalStage, plan: SavePlan | None, meter: ProgressMeter) -> None:
     ranks, about, timer = call
     target = files.target
-    with ExitStack() as undo, together(ranks, f"uploading {target.path}", about=about):
+    doing = f"uploading {target.path}"
+    with ExitStack() as undo, together(ranks, doing, about=about), telling_of_another_owner(target):
         undo.callback(discard, files)
         meter.begin("upload", stage.num_upload_bytes)
         with timer.phase("upload"):

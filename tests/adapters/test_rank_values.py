@@ -479,6 +479,21 @@ def test_a_rank_without_a_saved_value_is_told_so_if_a_part_of_it_is_included(
     assert workers.run(load_of_a_part, str(tmp_path), world_size=3) == ["missing_key"] * 3
 
 
+def load_of_more_ranks(rank: int, world_size: int, path: str, name: str) -> str:
+    with pytest.raises(bcp.CheckpointMismatchError) as error:
+        bcp.load(path, {name: bcp.RankLocal({}), "x": torch.zeros(2)})
+    return str(error.value).partition("The checkpoint has no entry")[2]
+
+
+def test_a_value_that_other_ranks_have_counts_as_an_entry_of_the_checkpoint(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    workers.run(save_sized, str(tmp_path), 3, world_size=2)
+    assert workers.run(load_of_more_ranks, str(tmp_path), "n", world_size=3) == [""] * 3
+    for text in workers.run(load_of_more_ranks, str(tmp_path), "m", world_size=3):
+        assert text == " 'm': it has the entries n, x"
+
+
 MERGED: dict[str, tuple[str, list[Any], Any]] = {
     "nan is largest": ("max", [1.0, math.nan], math.nan),
     "nan first": ("max", [math.nan, 1.0], math.nan),

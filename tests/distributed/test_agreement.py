@@ -5,6 +5,8 @@ not the default one.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.seams import SAVE_PHASES, Seen, before, files_under, loads_as, raising, seen, state_of
+from torch.distributed.device_mesh import init_device_mesh
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
@@ -448,6 +451,29 @@ def test_a_subgroup_saves_on_its_own(workers: WorkerPool, tmp_path: Path) -> Non
     assert (error.cls, error.kind, error.ranks) == ("CheckpointMismatchError", "conflict", (2,))
     assert "not a member" in error.message
     assert bcp.open(tmp_path).info.world_size == 2
+
+
+def pass_a_mesh(rank: int, world_size: int, path: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    calls: list[Callable[[Any], Any]] = [
+        lambda group: bcp.save(path, {"a": 1}, process_group=group),
+        lambda group: bcp.load(path, {"a": 1}, process_group=group),
+        lambda group: bcp.CheckpointManager(path, process_group=group),
+    ]
+    errors = []
+    for call, group in product(calls, (mesh, mesh["shard"], [0, 1])):
+        with pytest.raises(TypeError) as raised:
+            call(group)
+        errors.append(str(raised.value))
+    bcp.save(path, {"a": 1}, process_group=mesh.get_group("shard"))
+    return errors
+
+
+def test_a_mesh_in_place_of_a_process_group_is_named(workers: WorkerPool, tmp_path: Path) -> None:
+    for errors in workers.run(pass_a_mesh, str(tmp_path), world_size=2):
+        kinds = [error.partition("not a value of type ")[2].partition(";")[0] for error in errors]
+        assert kinds == ["DeviceMesh", "DeviceMesh", "list"] * 3
+        assert all("pass mesh.get_group()" in error for error in errors)
 
 
 def save_in_two_groups(rank: int, world_size: int, root: str) -> list[bool]:

@@ -84,6 +84,14 @@ def test_files_that_all_ranks_want_are_dealt_out() -> None:
     assert shares_of(only, is_listed=False) == [[], [3], [1]]
 
 
+def test_a_file_that_some_ranks_want_goes_to_one_of_these_in_turn() -> None:
+    wanted = np.random.default_rng(0).random((7, 100)) < 0.3
+    shares = shares_of(wanted, is_listed=False)
+    for file, holders in enumerate(wanted.T):
+        owner = [holder for holder in range(7) if file in shares[holder]]
+        assert owner == (np.flatnonzero(holders)[[file % holders.sum()]].tolist() if holders.any() else [])
+
+
 def test_the_files_of_thousands_of_ranks_are_dealt_out_evenly() -> None:
     shares = shares_of(np.eye(2048, dtype=bool), is_listed=False)
     assert shares == [[number] for number in range(2048)]

@@ -531,6 +531,23 @@ def test_ranks_that_make_different_calls_are_refused_by_name() -> None:
     assert all("rank 9 called load while rank 4 called save" in str(error) for error in errors)
 
 
+def test_a_rank_that_gets_the_answer_to_another_call_says_which_calls_were_made() -> None:
+    store = HashStore()
+    coordinator, other = (
+        GroupRanks(lambda: call_store(store), rank, NAMES[:2], 20.0, block_ranks=64, call=call, watch=None)
+        for rank, call in enumerate(["CheckpointManager", "save"])
+    )
+    coordinator.broadcast(b"not of a save")
+    started = time.monotonic()
+    with pytest.raises(CheckpointMismatchError) as raised, together(other, "trying", about=ABOUT):
+        other.reduce_scatter(b"x", lambda payloads: payloads)
+    assert time.monotonic() - started < 10
+    assert "rank 5 called save while rank 4 called CheckpointManager" in str(raised.value)
+    assert raised.value.ranks == (5,)
+    coordinator.close()
+    assert store.num_keys() == 0
+
+
 def test_of_ranks_that_fail_the_one_that_says_what_failed_counts() -> None:
     """The others may only have missed it: a connection that ends says less than the error of the rank behind it."""
     lost = CheckpointError("rank 1 is gone", kind="rank_missing", ranks=(1,))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.errors import CheckpointSaveError, StorageError
 from bytecheckpoint.manager.ownership import claim
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
@@ -46,6 +47,32 @@ def test_the_owner_passes_the_check_and_an_earlier_one_learns_who_owns_the_root(
     with pytest.raises(CheckpointSaveError, match=who) as raised:
         older.check(outcome="")
     assert raised.value.kind == "superseded"
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_a_save_whose_files_another_manager_has_cleared_names_that_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_staged: bool
+) -> None:
+    others: list[bcp.CheckpointManager] = []
+    write = LocalStore.write
+
+    def claim_and_clear(store: LocalStore, name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name.endswith(".safetensors") and "step_00000003" in str(store) + name:
+            others.append(bcp.CheckpointManager(tmp_path / "run"))
+            raise StorageError("cannot write: No such file or directory", kind="storage")
+        return write(store, name, *arguments, **keywords)
+
+    stage = str(tmp_path / "stage") if is_staged else None
+    options = bcp.ManagerOptions(save=bcp.SaveOptions(local_stage=stage))
+    manager = bcp.CheckpointManager(tmp_path / "run", save=bcp.save_policies.EverySteps(1), options=options)
+    monkeypatch.setattr(LocalStore, "write", claim_and_clear)
+    handle = manager.save(3, {"weight": torch.ones(2)})
+    assert handle is not None
+    with pytest.raises(CheckpointSaveError, match="belongs to another manager") as raised:
+        handle.result()
+    assert raised.value.kind == "superseded"
+    manager.close()
+    others[0].close()
 
 
 def test_only_what_earlier_generations_left_uncommitted_is_cleared(tmp_path: Path) -> None:

@@ -427,6 +427,7 @@ def test_a_launched_process_without_a_process_group_is_warned_that_it_saves_alon
     if world_size == "1":
         bcp.save(tmp_path / "c", {"x": 1})
     else:
-        with pytest.warns(UserWarning, match="init_process_group"):
+        with pytest.warns(UserWarning, match="init_process_group") as warned:
             bcp.save(tmp_path / "c", {"x": 1})
+        assert warned[0].filename == __file__  # the line that saves, and none of this library
     bcp.load(tmp_path / "c", {"x": 1})

@@ -132,7 +132,7 @@ class PeerWatch:
     def _meet(self) -> None:
         self._find(self._below if self._above is None else [self._above, *self._below])
         if self._links is None:
-            self._links = HostLinks(self._rank, _host_of(self._store))
+            self._links = HostLinks(self._rank, host_of(self._store))
         remote = [rank for rank, presence in self._known.items() if not self._is_local(presence)]
         if not self._links.address and set(remote) & set(self._below):
             address = self._links.listen()
@@ -196,7 +196,8 @@ class PeerWatch:
                 )
 
 
-def _host_of(store: Store) -> str | None:
+def host_of(store: Store) -> str | None:
+    """Returns the host of a TCPStore, as all ranks reach it; None for any other kind of store."""
     base = base_of(store)
     return base.host if isinstance(base, TCPStore) else None
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from bytecheckpoint.distributed.failures import shown_ranks
-from bytecheckpoint.distributed.ranks import group_store
+from bytecheckpoint.distributed.ranks import check_group, group_store
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manager.policy_arguments import plain_number
 
@@ -265,7 +265,10 @@ class GroupStop:
 
 
 def rank_in(process_group: dist.ProcessGroup | None) -> int:
-    """Returns the rank of this process in the group, by default of all; 0 for a process on its own."""
+    """Returns the rank of this process in the group, by default of all; 0 for a process on its own. Raises like
+    check_group.
+    """
+    check_group(process_group)
     is_grouped = process_group is not None or (dist.is_available() and dist.is_initialized())
     return dist.get_rank(process_group) if is_grouped else 0
 
