@@ -32,6 +32,7 @@ class _Pause:
         self._inside: list[int] = []
         """Threads, as often as they have entered."""
         self._was_enabled = False
+        """True while the end of the pause has to enable the collector."""
         self._is_registered = False
 
     def begin(self) -> None:
@@ -39,9 +40,10 @@ class _Pause:
             if not self._is_registered:  # here, because an import registers nothing
                 os.register_at_fork(after_in_child=self._forget_others)
                 self._is_registered = True
-            if not self._inside:
-                self._was_enabled = gc.isenabled()
+            # Hazard: between any two steps a signal handler may pause and end, or another thread may fork.
             self._inside.append(threading.get_ident())
+            if gc.isenabled():
+                self._was_enabled = True
             gc.disable()
 
     def end(self) -> None:
@@ -52,13 +54,13 @@ class _Pause:
     def _end_if_empty(self) -> None:
         if not self._inside and self._was_enabled:
             gc.enable()
+            self._was_enabled = False
 
     def _forget_others(self) -> None:
         """Keeps, in a forked child, only the thread that forked."""
         self._lock = threading.RLock()
-        if self._inside:
-            self._inside = [thread for thread in self._inside if thread == threading.get_ident()]
-            self._end_if_empty()
+        self._inside = [thread for thread in self._inside if thread == threading.get_ident()]
+        self._end_if_empty()
 
 
 _PAUSES: dict[str, _Pause] = {}

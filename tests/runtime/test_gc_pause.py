@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from faults.seams import Seam, before, loads_as, state_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed import ranks
-from bytecheckpoint.runtime.gc_pause import gc_paused
+from bytecheckpoint.runtime.gc_pause import _Pause, gc_paused
 from bytecheckpoint.saving import global_plan
 
 
@@ -27,6 +30,14 @@ def thread_that_pauses() -> tuple[threading.Thread, threading.Event, threading.E
             assert leave.wait(20)
 
     return threading.Thread(target=pause), entered, leave
+
+
+@contextmanager
+def while_a_pause_ends(action: Callable[[], object]) -> Iterator[None]:
+    """Pauses, and calls the action once, between the two steps of the pause's end."""
+    actions = [action]
+    with before(Seam(_Pause, "_end_if_empty"), lambda: actions and actions.pop()()), gc_paused():
+        yield
 
 
 def test_the_collector_goes_on_after_the_last_of_several_threads() -> None:
@@ -62,6 +73,41 @@ def test_a_forked_child_does_not_wait_for_threads_that_it_does_not_have() -> Non
     leave.set()
     other.join()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_signal_handler_that_pauses_at_the_end_of_a_pause_leaves_the_collector_on() -> None:
+    def pause(*_: object) -> None:
+        with gc_paused():
+            pass
+
+    before_it = signal.signal(signal.SIGUSR1, pause)
+    try:
+        with while_a_pause_ends(partial(signal.raise_signal, signal.SIGUSR1)):
+            pass
+        assert gc.isenabled()
+    finally:
+        signal.signal(signal.SIGUSR1, before_it)
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_child_that_is_forked_while_a_pause_ends_has_the_collector_on() -> None:
+    codes: list[int] = []
+
+    def fork() -> None:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if gc.isenabled() else 1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    def fork_in_another_thread() -> None:
+        forking = threading.Thread(target=fork)
+        forking.start()
+        forking.join()
+
+    with while_a_pause_ends(fork_in_another_thread):
+        pass
+    assert codes == [0]
 
 
 def test_training_goes_on_with_the_collector_while_a_lazy_save_waits_for_other_ranks(tmp_path: Path) -> None:
