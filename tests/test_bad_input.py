@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import struct
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -377,8 +377,16 @@ def test_a_manager_refuses_what_is_no_state(tmp_path: Path, bad: Any) -> None:
 
 @pytest.mark.parametrize(
     "metadata",
-    [{1: 2}, {"a": object()}, {"a": 2**70}, {"a": "\ud800"}, [1]],
-    ids=["key", "object", "int", "surrogate", "list"],
+    [
+        {1: 2},
+        {"a": object()},
+        {"a": 2**70},
+        {"a": "\ud800"},
+        [1],
+        {"a": "x" * (1 << 22)},
+        reduce(lambda inside, _: {"a": inside}, range(64), {}),
+    ],
+    ids=["key", "object", "int", "surrogate", "list", "long", "deep"],
 )
 def test_metadata_that_cannot_be_written_down(tmp_path: Path, metadata: Any) -> None:
     with pytest.raises(bcp.CheckpointSaveError, match=r"metadata.*nothing was written") as error:

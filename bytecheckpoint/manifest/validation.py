@@ -69,17 +69,22 @@ def refuse_more_than(limit: int, count: int, what: str) -> None:
 
 def refuse_deep_nesting(value: object, what: str) -> None:
     """Raises UnsafeCheckpointError (limits_exceeded) if containers are nested more than MAX_DEPTH deep."""
+    if is_too_deep(value):
+        refuse_more_than(MAX_DEPTH, MAX_DEPTH + 1, f"levels of nesting in its {what}")
+
+
+def is_too_deep(value: object) -> bool:
+    """Returns True if containers are nested more than MAX_DEPTH deep."""
     if type(value) is dict and _LEAVES.issuperset(map(type, value.values())):  # as most metadata is
-        return
+        return False
     # There may be millions of items: a check for exact classes takes a tenth of one for `Mapping`.
     layer: list[Any] = [dict(value) if isinstance(value, Mapping) else value]
     for _ in range(MAX_DEPTH):
         containers = [item for item in layer if isinstance(item, _CONTAINERS)]
         layer = [part for item in containers for part in (item.values() if isinstance(item, dict) else item)]
         if not layer:
-            return
-    if any(isinstance(item, _CONTAINERS) for item in layer):
-        refuse_more_than(MAX_DEPTH, MAX_DEPTH + 1, f"levels of nesting in its {what}")
+            return False
+    return any(isinstance(item, _CONTAINERS) for item in layer)
 
 
 def check_save_id(save_id: str) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, Subject, together
 from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.manifest.validation import MAX_DEPTH, MAX_METADATA_BYTES, is_too_deep
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.local_stage import LocalStage
@@ -141,11 +142,13 @@ def open_target(
 def check_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Returns the user's metadata as a manifest holds it.
 
-    Raises CheckpointSaveError (unsupported_value), before anything is written, for what msgpack cannot encode.
+    Raises CheckpointSaveError (unsupported_value), before anything is written, for what msgpack cannot encode, and for
+    what readers refuse as too long or too deep.
     """
     try:
         encoded = msgspec.msgpack.encode(dict(metadata or {}))
         decoded: dict[str, Any] = msgspec.msgpack.decode(encoded, type=dict[str, Any])
+        _check_limits(decoded, len(encoded))
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CheckpointSaveError(
             f"metadata cannot be written down: {error}; nothing was written: use str keys, and None, bool, int, float, "
@@ -153,6 +156,13 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
             kind="unsupported_value",
         ) from error
     return decoded
+
+
+def _check_limits(metadata: Mapping[str, Any], num_bytes: int) -> None:
+    if num_bytes > MAX_METADATA_BYTES:
+        raise ValueError(f"it has {num_bytes} bytes, and at most {MAX_METADATA_BYTES} are read")
+    if is_too_deep(metadata):
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
 
 
 def empty_error(global_ranks: Sequence[int]) -> CheckpointSaveError:
