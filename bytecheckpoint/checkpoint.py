@@ -95,7 +95,9 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """The metadata that was given to `save`."""
+        """The metadata that was given to `save`, with what a manager (`metrics`), an integration (`bcp_integration`) or
+        the reader of a foreign format added.
+        """
         return self.manifest.metadata
 
     @cached_property

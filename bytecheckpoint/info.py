@@ -38,7 +38,7 @@ class CheckpointInfo:
     created_at: datetime | None
     """Time of the commit, by the clock of the committing rank."""
     metadata: Mapping[str, Any]
-    """The `metadata` of the save."""
+    """The `metadata` of the save, with additions as in `Checkpoint.metadata`."""
     reused_bytes: int = 0
     """From `save` with `SaveOptions(reuse=True)` only: bytes of data files that an earlier checkpoint had already."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -128,7 +128,8 @@ def encode_manifest_and_info(
     """Returns the encoded manifest, and its encoded CheckpointInfo without seconds. `generation` is that
     of a save with a memory tier.
 
-    Raises CheckpointSaveError (storage) if the reports contradict the plan, or make a manifest that no reader accepts.
+    Raises the errors of `encode_manifest`, and CheckpointSaveError (storage) if the reports contradict the plan or make
+    no checkpoint.
     """
     with gc_paused():
         written = agreed.rank_plan.written

@@ -23,7 +23,7 @@ class LoadRule(NamedTuple):
 
 
 def why_inexact(state: DataLoaderState) -> str | None:
-    """Returns why a loader's state is not exact on any number of ranks, or None."""
+    """Returns why a loader's state may be inexact on another number of ranks, or None."""
     if state.keyed_by == "rank":
         return _OF_RANKS
     refuse = getattr(state.streams, "refuse_inexact", None)
