@@ -58,7 +58,7 @@ class MegatronEntry:
     def __init__(self, fqn: str, chunks: Sequence[torch.nn.Module], tree: Any = None) -> None:
         """`chunks` are modules for which `is_megatron_module` holds, `tree` may hold sharded objects.
 
-        Raises CheckpointSaveError (unsupported_value) as `megatron_sharded.find_in` does.
+        Raises CheckpointSaveError (unsupported_value) as `megatron_sharded.find_in` and `link` do.
         """
         self.fqn = fqn
         self._pieces: list[ShardedPiece] = []
@@ -76,7 +76,8 @@ class MegatronEntry:
         self._pieces_of: dict[object, list[ShardedPiece]] = {}
         for piece in self._pieces:
             self._pieces_of.setdefault(_memory_key(piece.source), []).append(piece)
-        # A piece that is not a run of its parameter's memory is refused only if an optimizer of the state has it.
+        # A piece that is not a run of its parameter's memory is refused only if the parameter has a `main_param`, or an
+        # optimizer of the state has it.
         in_runs = [piece.source for piece in self._pieces if piece.span is not None]
         self.link(OptimizedElements(source, source, 0, "itself") for source in in_runs)
         self.link(_whole_masters(self._pieces))
