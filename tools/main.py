@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -97,6 +98,7 @@ class Program(click.Group):
             _complete(arguments[1:])
         as_json = "--json" in arguments
         extra["standalone_mode"] = False
+        warnings.formatwarning = _format_warning
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # the shell has closed it: `>&-`
                 setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115 - until the end
@@ -144,6 +146,10 @@ class Program(click.Group):
 def _drop_output() -> None:
     """Sends the rest of standard output nowhere, so that the interpreter does not fail when it flushes that."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _format_warning(message: Warning | str, *_: Any) -> str:
+    return f"warning: {printable(str(message))}\n"
 
 
 def _complete(words: Sequence[str]) -> NoReturn:

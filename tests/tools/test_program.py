@@ -220,6 +220,15 @@ def test_the_console_module_ends_quietly_when_its_reader_has_enough(saved_root) 
     assert (code, err) == (141, b"")
 
 
+def test_a_warning_is_one_line_without_the_place_in_the_source(root, tmp_path) -> None:
+    (root / "step_00002000").symlink_to(tmp_path)
+    command = [sys.executable, "-m", "bytecheckpoint.tools", "pin", str(root)]
+    (tmp_path / "manifest.bcp").touch()
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"warning: {root}/step_00002000 is left out of the steps: ")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="stands in for a full disk")
 @pytest.mark.parametrize("args", [["verify", "--json"], ["ls"], ["--help"]])
 def test_output_that_cannot_be_written_does_not_pass_for_a_damaged_checkpoint(saved_root, args) -> None:
