@@ -435,8 +435,23 @@ def test_an_inventory_that_cannot_list_a_folder_names_it(store, monkeypatch, tmp
 
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(StorageError, match="step/data") as caught:
-        list(store.inventory(""))
+        list(store.inventory("step/data"))
     assert caught.value.kind == "permission"
+
+
+def test_an_inventory_names_folders_that_it_may_not_list_and_lists_the_others(store, monkeypatch, tmp_path):
+    for name in ("lost+found/x", "step/data/x", "y"):
+        put(store, name, b"1")
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("lost+found"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.warns(UserWarning, match="lost.found was not looked into: Permission denied"):
+        assert sorted(name for name, *_ in store.inventory("")) == ["step/data/x", "y"]
 
 
 @pytest.mark.parametrize("renameat2", [True, False])

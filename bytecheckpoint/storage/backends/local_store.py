@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
@@ -216,23 +217,21 @@ class LocalStore:
                 folder = os.path.dirname(folder)
 
     def inventory(self, folder: str) -> Iterator[StoredObject]:
-        """Implements `HasInventory`."""
+        """Implements `HasInventory`. Only warns of a folder below this one that may not be listed, as lost+found."""
+        top = os.path.join(self._root, folder)
 
         def on_error(error: OSError) -> None:
-            if not isinstance(error, FileNotFoundError):
+            if isinstance(error, PermissionError) and error.filename != top:
+                warnings.warn(f"{error.filename} was not looked into: {describe(error)}", stacklevel=2)
+            elif not isinstance(error, FileNotFoundError):
                 raise read_error(error, error.filename, reason=describe(error), doing="list") from error
 
         self._resolve(check_name(folder) if folder else "")
-        for path, _, names in os.walk(os.path.join(self._root, folder), onerror=on_error):
-            relative_folder = os.path.relpath(path, self._root)
-            for name in names:
-                try:
-                    status = os.stat(os.path.join(path, name), follow_symlinks=False)
-                except OSError as error:
-                    on_error(error)
-                    continue  # finished or deleted since it was listed
-                relative = name if relative_folder == os.curdir else f"{relative_folder}/{name}"
-                yield StoredObject(relative, status.st_size, status.st_mtime)
+        for path, _, names in os.walk(top, onerror=on_error):
+            for file in (os.path.join(path, name) for name in names):
+                with suppress(FileNotFoundError), _reading(file, doing="list"):  # deleted since it was listed
+                    status = os.stat(file, follow_symlinks=False)
+                    yield StoredObject(file[len(self._root) :].lstrip("/"), status.st_size, status.st_mtime)
 
     def _path_of_name(self, name: str) -> str:
         """Returns the path of the name itself: folders before it may be links inside the root; the last part is not
