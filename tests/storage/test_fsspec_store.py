@@ -364,6 +364,43 @@ def test_errors_of_client_libraries_are_translated_and_their_secrets_cut_off():
     assert isinstance(caught.value.__cause__, _Broken.ClientError)
 
 
+def _caused_by(cause):
+    error = RuntimeError("Failed to upload block")
+    error.__cause__ = cause
+    return error
+
+
+def _answer(name, status):
+    error = type("HttpError", (Exception,), {})("an answer")
+    setattr(error, name, status)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_refusal"),
+    [
+        (_answer("status_code", 403), True),  # azure.core
+        (_caused_by(_answer("status_code", 403)), True),  # adlfs, of a block
+        (_answer("code", 401), True),  # gcsfs
+        (OSError("Forbidden: b/run\njoe does not have storage.objects.get access"), True),  # gcsfs
+        (_answer("status", 403), True),  # aiohttp, of http://
+        (_answer("status", 503), False),
+        (_answer("code", lambda: 403), False),
+    ],
+)
+def test_refusals_of_every_client_library_are_of_one_kind(memory_url, monkeypatch, error, is_refusal):
+    def refused(*_, **__):
+        raise error
+
+    for name in ("cat_file", "pipe_file", "rm_file"):
+        monkeypatch.setattr(_Unknown, name, refused)
+    store = FsspecStore(memory_url.replace("memory", "bcpunknown"), None)
+    for call in (lambda: get(store, "x", 1), lambda: put(store, "x", b"1"), lambda: store.delete("x")):
+        with pytest.raises((StorageError, CheckpointSaveError)) as caught:
+            call()
+        assert (caught.value.kind == "permission") == is_refusal
+
+
 class _UploadFile(AbstractBufferedFile):
     def _initiate_upload(self):
         self.fs.begun += 1

@@ -14,10 +14,12 @@ from bytecheckpoint.errors import (
     CheckpointSaveError,
     StorageError,
     UnsafeCheckpointError,
+    with_causes,
 )
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_PERMISSION = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_REFUSED = (401, 403)
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 
 
@@ -66,7 +68,7 @@ def read_error(error: BaseException, path: str, *, reason: str, doing: str = "re
 def _refused(error: BaseException, path: str, *, doing: str, reason: str) -> StorageError | None:
     """Returns the error for no permission, no file descriptor or an unsupported call; None for any other error."""
     number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, PermissionError) or number in _NO_PERMISSION:
+    if isinstance(error, PermissionError) or number in _NO_PERMISSION or _is_refused_by_server(error):
         return StorageError(
             f"not allowed to {doing} {path}: {reason}; nothing stored was changed: check the owner and mode of the "
             "folder, whether it is mounted read-only, and the credentials of a remote store",
@@ -87,6 +89,15 @@ def _refused(error: BaseException, path: str, *, doing: str, reason: str) -> Sto
             path=path,
         )
     return None
+
+
+def _is_refused_by_server(error: BaseException) -> bool:
+    """Returns True if the error, or a cause of it, is an answer 401 or 403, as clients of fsspec's backends raise it:
+    azure.core with `status_code`, aiohttp with `status`, gcsfs with `code`, or as an OSError without a number.
+    """
+    names = ("status_code", "status", "code")
+    is_refused = any(getattr(each, name, None) in _REFUSED for each in with_causes(error) for name in names)
+    return is_refused or (isinstance(error, OSError) and not error.errno and str(error).startswith("Forbidden: "))
 
 
 def missing_file(path: str) -> CheckpointNotFoundError:
