@@ -3,16 +3,19 @@ from __future__ import annotations
 import errno
 import gc
 import logging
+import shutil
 import traceback
 import uuid
 from contextlib import contextmanager, nullcontext
 
 import fsspec
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry, known_implementations
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
+import bytecheckpoint as bcp
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -477,6 +480,18 @@ def test_chained_urls(memory_url, tmp_path):
     put(FsspecStore(memory_url, None), "x", b"1")
     store = FsspecStore(f"simplecache::{memory_url}", {"simplecache": {"cache_storage": str(tmp_path)}})
     assert get(store, "x", 1) == b"1"
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+@pytest.mark.parametrize("inner", ["", "run"])
+def test_a_root_in_an_archive_whose_path_has_no_protocol_is_read(tmp_path, kind, inner):
+    bcp.save(tmp_path / "in" / inner, {"w": torch.ones(3)}, step=5)
+    archive = shutil.make_archive(str(tmp_path / "packed"), kind, tmp_path / "in", inner or "step_00000005")
+    assert bcp.steps(f"{kind}://{inner}::{archive}") == [5]
+    assert bcp.load_tree(f"{kind}://{inner}::{archive}")["w"].tolist() == [1, 1, 1]
+    with pytest.raises(StorageError, match="No such file") as caught:
+        bcp.steps(f"{kind}://::{archive}.gone")
+    assert caught.value.kind == "unavailable"
 
 
 def test_many_folders_of_memory_are_listed_in_one_pass(memory_url, monkeypatch):
