@@ -148,7 +148,10 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _format_warning(message: Warning | str, *_: Any) -> str:
+def _format_warning(
+    message: Warning | str, category: object, filename: str, lineno: int, line: str | None = None
+) -> str:
+    del category, filename, lineno, line
     return f"warning: {printable(str(message))}\n"
 
 

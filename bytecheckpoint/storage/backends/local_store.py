@@ -2,7 +2,7 @@
 durably or not at all, names stay inside the root, and every failure is one of this library's errors.
 """
 
-# ruff: noqa: PTH100, PTH106, PTH108, PTH116, PTH118, PTH120 - calls of `os` by name, in an order that tests record
+# ruff: noqa: PTH100, PTH108, PTH116, PTH118, PTH120 - calls of `os` by name, in an order that tests record
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from bytecheckpoint.storage.backends.posix_files import (
     publish,
     read_fully,
     read_pieces,
+    remove_empty_folders,
     remove_quietly,
     sync_folder,
 )
@@ -90,6 +91,7 @@ class LocalStore:
                 publish(temporary, path, replace=replace)
         except BaseException:
             remove_quietly(temporary)
+            remove_empty_folders(os.path.dirname(path), self._root)
             raise
         with writing:
             self._make_name_durable(path, replace=replace)
@@ -143,11 +145,9 @@ class LocalStore:
     def byte_length(self, name: str) -> int | None:
         """Implements `SupportsByteLength`."""
         path = self._resolve(check_name(name))
-        try:
-            with _reading(path), _opened(path) as (_, num_bytes):
-                return num_bytes
-        except CheckpointNotFoundError:
-            return None
+        with suppress(CheckpointNotFoundError), _reading(path), _opened(path) as (_, num_bytes):
+            return num_bytes
+        return None
 
     def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
         """Implements `SupportsInFolders`."""
@@ -211,10 +211,7 @@ class LocalStore:
         with _reading(folder, doing="delete"), suppress(FileNotFoundError):
             # Deletions must keep their order after a power cut too: a manifest before its data.
             sync_folder(folder)
-        with suppress(OSError):
-            while folder != self._root:
-                os.rmdir(folder)
-                folder = os.path.dirname(folder)
+        remove_empty_folders(folder, self._root)
 
     def inventory(self, folder: str) -> Iterator[StoredObject]:
         """Implements `HasInventory`. Only warns of a folder below this one that may not be listed, as lost+found."""

@@ -2,7 +2,7 @@
 names survive a power cut. Raises OSError and knows nothing of checkpoints.
 """
 
-# ruff: noqa: PTH102, PTH104, PTH108, PTH112, PTH120, PTH121 - calls of `os` by name, in an order that tests record
+# ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH112, PTH120, PTH121 - calls of `os` by name, in an order that tests record
 
 from __future__ import annotations
 
@@ -250,6 +250,14 @@ def sync_folder(folder: str) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def remove_empty_folders(folder: str, root: str) -> None:
+    """Removes a folder, and those above it up to `root`, which stays, as long as they are empty."""
+    with suppress(OSError):
+        while folder != root:
+            os.rmdir(folder)
+            folder = os.path.dirname(folder)
 
 
 def remove_quietly(path: str) -> None:
