@@ -6,6 +6,7 @@ import logging
 import shutil
 import traceback
 import uuid
+import warnings
 from contextlib import contextmanager, nullcontext
 
 import fsspec
@@ -379,10 +380,21 @@ def _answer(name, status):
     return error
 
 
+class _AiohttpError(Exception):
+    status = 503
+
+    @property
+    def code(self):
+        warnings.warn("code property is deprecated, use status instead", DeprecationWarning, stacklevel=2)
+        return self.status
+
+
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("error", "is_refusal"),
     [
         (_answer("status_code", 403), True),  # azure.core
+        (_AiohttpError(), False),
         (_caused_by(_answer("status_code", 403)), True),  # adlfs, of a block
         (_answer("code", 401), True),  # gcsfs
         (OSError("Forbidden: b/run\njoe does not have storage.objects.get access"), True),  # gcsfs

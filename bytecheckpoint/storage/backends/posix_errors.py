@@ -14,7 +14,6 @@ from bytecheckpoint.errors import (
     CheckpointSaveError,
     StorageError,
     UnsafeCheckpointError,
-    with_causes,
 )
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -92,12 +91,24 @@ def _refused(error: BaseException, path: str, *, doing: str, reason: str) -> Sto
 
 
 def _is_refused_by_server(error: BaseException) -> bool:
-    """Returns True if the error, or a cause of it, is an answer 401 or 403, as clients of fsspec's backends raise it:
-    azure.core with `status_code`, aiohttp with `status`, gcsfs with `code`, or as an OSError without a number.
+    """Returns True if the error, or what its client raised it from, is an answer 401 or 403, as clients of fsspec's
+    backends raise it: azure.core with `status_code`, aiohttp with `status`, gcsfs with `code`, or as an OSError without
+    a number. An error that was only being handled meanwhile is no cause: it may be one of the caller's own program.
     """
-    names = ("status_code", "status", "code")
-    is_refused = any(getattr(each, name, None) in _REFUSED for each in with_causes(error) for name in names)
-    return is_refused or (isinstance(error, OSError) and not error.errno and str(error).startswith("Forbidden: "))
+    seen: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in seen:
+        if _status(each) in _REFUSED:
+            return True
+        seen.append(each)
+        each = each.__cause__
+    return isinstance(error, OSError) and not error.errno and str(error).startswith("Forbidden: ")
+
+
+def _status(error: BaseException) -> object:
+    # The first that there is: aiohttp, which has `status`, warns of its old `code`.
+    names = (name for name in ("status_code", "status", "code") if hasattr(error, name))
+    return getattr(error, next(names, ""), None)
 
 
 def missing_file(path: str) -> CheckpointNotFoundError:
