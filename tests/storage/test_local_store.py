@@ -432,6 +432,49 @@ def test_a_write_that_fails_leaves_no_empty_folders(store, monkeypatch, tmp_path
     assert os.listdir(tmp_path / "root") == ["other"]
 
 
+def test_a_write_that_may_not_make_its_second_folder_leaves_not_the_first(store, monkeypatch, tmp_path):
+    put(store, "other", b"1")
+    _failing_at(monkeypatch, "mkdir", errno.ENOSPC, call=2)
+    with pytest.raises(CheckpointSaveError):
+        put(store, "step/data/x", b"1")
+    assert os.listdir(tmp_path / "root") == ["other"]
+
+
+def test_a_write_that_is_not_permitted_leaves_an_empty_folder_that_was_there(store, monkeypatch, tmp_path):
+    (tmp_path / "root" / "step").mkdir(parents=True)
+    monkeypatch.setattr(os, "mkdir", _raising(errno.EACCES))
+    with pytest.raises(StorageError):
+        put(store, "step/data/x", b"1")
+    assert os.listdir(tmp_path / "root") == ["step"]
+
+
+def test_a_folder_that_others_take_while_it_is_empty_is_made_again(store, monkeypatch):
+    real, left = os.mkdir, ["step", "data", "data"]
+
+    def mkdir(path, *args):
+        real(path, *args)
+        if left and left[0] == os.path.basename(path):
+            left.pop(0)
+            os.rmdir(path)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    put(store, "step/data/x", b"1")
+    assert not left
+    assert get(store, "step/data/x", 1) == b"1"
+
+
+def test_an_error_that_is_handled_meanwhile_is_not_the_reason_of_a_failed_write(store, monkeypatch):
+    refused = RuntimeError("of another program")
+    refused.code = 403
+    monkeypatch.setattr(os, "pwritev", _raising(errno.EIO))
+    try:
+        raise refused
+    except RuntimeError:
+        with pytest.raises(CheckpointSaveError) as caught:
+            put(store, "x", b"1")
+    assert caught.value.kind == "storage"
+
+
 def test_an_inventory_that_cannot_list_a_folder_names_it(store, monkeypatch, tmp_path):
     put(store, "step/data/x", b"1")
     real = os.scandir
