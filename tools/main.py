@@ -98,13 +98,13 @@ class Program(click.Group):
             _complete(arguments[1:])
         as_json = "--json" in arguments
         extra["standalone_mode"] = False
-        warnings.formatwarning = _format_warning
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # the shell has closed it: `>&-`
                 setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115 - until the end
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode gets escapes, no traceback
+        given, warnings.formatwarning = warnings.formatwarning, _format_warning
         try:
             code = super().main(arguments, prog_name or "bcp", **extra)
         except click.Abort as error:
@@ -124,6 +124,8 @@ class Program(click.Group):
             what = f"cannot write the output: {describe(error)}; what the command was to do may be done, and its result"
             _report("storage", f"{what} is not known: free space there, and run it again", None, as_json=False)
             code = exit_codes.STORAGE
+        finally:
+            warnings.formatwarning = given  # of a process that does not end with the command
         sys.exit(code if isinstance(code, int) else exit_codes.FINE)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -152,7 +154,7 @@ def _format_warning(
     message: Warning | str, category: object, filename: str, lineno: int, line: str | None = None
 ) -> str:
     del category, filename, lineno, line
-    return f"warning: {printable(str(message))}\n"
+    return f"warning: {printable(' '.join(str(message).split()))}\n"
 
 
 def _complete(words: Sequence[str]) -> NoReturn:
