@@ -93,7 +93,7 @@ class LocalStore:
                 publish(temporary, path, replace=replace)
         except BaseException as error:
             remove_quietly(temporary)
-            if getattr(error, "kind", "") != "permission":  # else it has made none
+            if temporary or getattr(error, "kind", "") != "permission":  # else it has made none
                 remove_empty_folders(os.path.dirname(path), self._root)
             raise
         with writing:
