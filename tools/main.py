@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -103,6 +104,7 @@ class Program(click.Group):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode gets escapes, no traceback
+        given, warnings.formatwarning = warnings.formatwarning, _format_warning
         try:
             code = super().main(arguments, prog_name or "bcp", **extra)
         except click.Abort as error:
@@ -122,6 +124,8 @@ class Program(click.Group):
             what = f"cannot write the output: {describe(error)}; what the command was to do may be done, and its result"
             _report("storage", f"{what} is not known: free space there, and run it again", None, as_json=False)
             code = exit_codes.STORAGE
+        finally:
+            warnings.formatwarning = given  # of a process that does not end with the command
         sys.exit(code if isinstance(code, int) else exit_codes.FINE)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -144,6 +148,13 @@ class Program(click.Group):
 def _drop_output() -> None:
     """Sends the rest of standard output nowhere, so that the interpreter does not fail when it flushes that."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _format_warning(
+    message: Warning | str, category: object, filename: str, lineno: int, line: str | None = None
+) -> str:
+    del category, filename, lineno, line
+    return f"warning: {printable(' '.join(str(message).split()))}\n"
 
 
 def _complete(words: Sequence[str]) -> NoReturn:

@@ -25,7 +25,7 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.info import CheckpointInfo, LoadReport
-from bytecheckpoint.manager import abandoned_steps
+from bytecheckpoint.manager import abandoned_steps, step_records
 from bytecheckpoint.manager.after_commit.background import Background, Commit
 from bytecheckpoint.manager.after_commit.step_marks import StepMarks, end_pin_ahead, metrics_of_rank_0, pin_ahead
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
@@ -242,7 +242,9 @@ class ManagedSaves:
             may_replace=partial(self._may_replace, self._owned, step),
             before_commit=partial(self._before_commit, self._owned, step, pin=pin),
             check=partial(generation.check, outcome=""),
-            root_objects=partial(abandoned_steps.unwritten_abandoned, self._run.store, self.new_branch),
+            root_objects=partial(
+                step_records.unwritten, self._run.store, self.new_branch, step if pin else None, self._owned.clock.now
+            ),
         )
 
     def _before_commit(self, owned: OwnedRoot, step: int, *, pin: bool) -> None:
@@ -342,9 +344,7 @@ class ManagedSaves:
                 save_id=info.save_id,
                 num_bytes=info.num_bytes,
             )
-            on_save = (
-                partial(self._options.on_save, self._goodput.stats()) if self._options.on_save is not None else None
-            )
+            on_save = self._options.on_save and partial(self._options.on_save, self._goodput.stats())
             self._owned.background.add(Commit(step_info, on_save))
 
     def wait_until_noted(self, step: int) -> None:

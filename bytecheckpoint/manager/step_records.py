@@ -25,12 +25,13 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
-from bytecheckpoint.manager.abandoned_steps import MAX_RECORD_BYTES, read_abandoned
+from bytecheckpoint.manager.abandoned_steps import MAX_RECORD_BYTES, read_abandoned, unwritten_abandoned
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.deletion import LEASES_FOLDER, METRICS_FOLDER, PIN_NAME, save_id_of_record
 from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.stage_folder import RootObject, root_object
 from bytecheckpoint.storage.store import Store, one_block, read_whole
 
 logger = logging.getLogger("bytecheckpoint")
@@ -144,7 +145,24 @@ def note_of_pin(step: int) -> str:
 
 def write_pin(store: Store, folder: str, *, time: float) -> None:
     """Writes a pin for a checkpoint, which need not be committed."""
-    _write(store, join_name(folder, PIN_NAME), {"version": _VERSION, "time": time})
+    _write(store, join_name(folder, PIN_NAME), _pin(time))
+
+
+def _pin(time: float) -> dict[str, float]:
+    return {"version": _VERSION, "time": time}
+
+
+def unwritten(
+    store: Store, abandoned: Mapping[int, str] | None, pinned: int | None, clock: Callable[[], float]
+) -> list[RootObject]:
+    """Returns what `write_abandoned` and, for the step `pinned`, `write_pin` would write, for a recovery that commits
+    the save; nothing for None.
+    """
+    objects = unwritten_abandoned(store, abandoned)
+    if pinned is not None:
+        name = join_name(layout.step_folder(pinned), PIN_NAME)
+        objects.append(root_object(store, name, msgspec.json.encode(_pin(clock()))))
+    return objects
 
 
 def unpin(store: Store, folder: str) -> None:

@@ -326,8 +326,6 @@ def remove_job(root: str, path: str) -> Literal["removed", "gone", "lives"]:
         return "gone"
     job, description = found
     try:
-        # What a removal that was killed has left is not taken unregistered either: a process may begin to use it.
-        job.make_joinable()
         with _locked([job], description.location):
             _remove(Path(job.path))
     except CheckpointSaveError:
@@ -354,6 +352,8 @@ def _locked(jobs: Sequence[JobFolder], location: str) -> Iterator[None]:
     with ExitStack() as joined:
         names = set()
         for job in jobs:
+            # What a removal that was killed has left is not taken unregistered either: a process may begin to use it.
+            job.make_joinable()
             lock, own = job.join()
             joined.callback(lock.release)
             names.add(own.name)

@@ -287,23 +287,25 @@ def _write_root_objects(
     verdicts: Sequence[RecoveryVerdict],
     storage_options: Mapping[str, Any] | None,
 ) -> None:
-    """Writes what the newest save of each root that is finished now would have written before its commit, if this rank
-    commits it.
+    """Writes what the saves that this rank commits would have written before: each its pin, and the newest of each root
+    what is beside its folder.
     """
     newest: dict[str, str] = {}
     for verdict in verdicts:  # oldest save first
         if verdict.outcome == "committed":
             newest[verdict.folder if verdict.step is None else verdict.folder.rpartition("/")[0]] = verdict.save_id
     for task, folder in folders:
-        journal = stage_folder.read_journal(folder.store) if task.commits and task.save_id in newest.values() else None
+        journal = stage_folder.read_journal(folder.store) if task.commits else None
         if journal is None or not journal.root_objects:
             continue
+        own, is_newest = f"{journal.folder}/", task.save_id in newest.values()
+        objects = [each for each in journal.root_objects if is_newest or each.name.startswith(own)]
         if task.folder:
             root = task.folder.removesuffix(journal.folder).removesuffix("/")
-            stage_folder.write_root_objects(store, root, journal.root_objects)
+            stage_folder.write_root_objects(store, root, objects)
         else:  # `recover` was given the path of the step
             root_store = open_store(journal.root, storage_options=storage_options, writer_threads=1)
-            stage_folder.write_root_objects(root_store, "", journal.root_objects)
+            stage_folder.write_root_objects(root_store, "", objects)
 
 
 def _commit(store: Store, task: RecoveryTask, folder: StagedFolder) -> Sequence[str]:

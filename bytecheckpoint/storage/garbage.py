@@ -210,7 +210,7 @@ def sweep(store: Store, folder: str, save_id: str) -> None:
     allows: no CheckpointError is raised. `save_id` is the save that made the checkpoint; the newest of its data files
     gives the present time of the storage's clock, and without one nothing is removed.
     """
-    with suppress(CheckpointError):
+    with suppress(CheckpointError, UserWarning):  # under `python -W error` a folder that may not be listed raises
         for leftover in _dead_in(store, folder, save_id):
             remove(store, leftover)
 

@@ -81,7 +81,8 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     direct: list[str] = []
     """Names of files that are at the path already: there was no space here, or an earlier checkpoint had them."""
     root_objects: list[RootObject] = []
-    """Set by the coordinator alone. Recovery writes those that nobody has changed since the save began."""
+    """Set by the coordinator alone. Recovery writes those that nobody has changed since the save began; of all but the
+    newest save of a root, only those in the folder of the checkpoint."""
 
     @property
     def path(self) -> str:

@@ -67,6 +67,20 @@ def test_a_recovered_save_after_a_restore_of_an_earlier_step_leaves_the_later_st
     assert restored(four_steps) == (2, 20.0)
 
 
+@pytest.mark.parametrize("place", ["run", ".", "run/step_00000005"])
+def test_a_recovered_save_has_the_pin_that_was_asked_for(four_steps: Path, place: str) -> None:
+    failing = before(Seam(local_stage, "copy_file"), raising(bcp.StorageError("gone", kind="unavailable")))
+    with failing, manager_at(four_steps) as manager:
+        for step in (5, 6):
+            with pytest.raises(bcp.StorageError, match="gone"):
+                manager.save(step, state_at(step), pin=step == 5)
+    bcp.recover(four_steps / place, options=through_stage(four_steps))
+    bcp.recover(four_steps, options=through_stage(four_steps))
+    with manager_at(four_steps) as manager:
+        assert manager.steps() == [1, 2, 3, 4, 5, 6]
+    assert [path.parent.name for path in (four_steps / "run").glob("*/pin.json")] == ["step_00000005"]
+
+
 def test_two_recovered_saves_of_a_new_branch_leave_the_later_steps(four_steps: Path) -> None:
     go_back_and_fail(four_steps, back_to=1, steps=(2, 3))
     saves = bcp.recover(four_steps / "run", options=through_stage(four_steps))

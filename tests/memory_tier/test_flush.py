@@ -295,10 +295,18 @@ def test_a_flush_that_fails_before_it_begins_keeps_no_job(killed: tuple[str, str
     root, memory = killed
     ((job, _),) = find_jobs(memory)
     other = open_job(str(tmp_path / "other"), root)
-    shutil.rmtree(Path(other.path) / "alive")
-    with pytest.raises(FileNotFoundError):
+    (Path(other.path) / "alive").rmdir()
+    (Path(other.path) / "alive").touch()
+    with pytest.raises(NotADirectoryError):
         flush.flush(root, [memory, str(tmp_path / "other")])
     assert job.living() == []
+
+
+def test_what_a_killed_gc_has_left_is_flushed(killed: tuple[str, str]) -> None:
+    root, memory = killed
+    ((job, _),) = find_jobs(memory)
+    shutil.rmtree(Path(job.path) / "alive")
+    assert flush.flush(root, [memory]).is_committed
 
 
 def test_gc_without_a_root_needs_memory() -> None:

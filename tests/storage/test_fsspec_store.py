@@ -3,16 +3,20 @@ from __future__ import annotations
 import errno
 import gc
 import logging
+import shutil
 import traceback
 import uuid
+import warnings
 from contextlib import contextmanager, nullcontext
 
 import fsspec
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry, known_implementations
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
+import bytecheckpoint as bcp
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -364,6 +368,54 @@ def test_errors_of_client_libraries_are_translated_and_their_secrets_cut_off():
     assert isinstance(caught.value.__cause__, _Broken.ClientError)
 
 
+def _caused_by(cause):
+    error = RuntimeError("Failed to upload block")
+    error.__cause__ = cause
+    return error
+
+
+def _answer(name, status):
+    error = type("HttpError", (Exception,), {})("an answer")
+    setattr(error, name, status)
+    return error
+
+
+class _AiohttpError(Exception):
+    status = 503
+
+    @property
+    def code(self):
+        warnings.warn("code property is deprecated, use status instead", DeprecationWarning, stacklevel=2)
+        return self.status
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("error", "is_refusal"),
+    [
+        (_answer("status_code", 403), True),  # azure.core
+        (_AiohttpError(), False),
+        (_caused_by(_answer("status_code", 403)), True),  # adlfs, of a block
+        (_answer("code", 401), True),  # gcsfs
+        (OSError("Forbidden: b/run\njoe does not have storage.objects.get access"), True),  # gcsfs
+        (_answer("status", 403), True),  # aiohttp, of http://
+        (_answer("status", 503), False),
+        (_answer("code", lambda: 403), False),
+    ],
+)
+def test_refusals_of_every_client_library_are_of_one_kind(memory_url, monkeypatch, error, is_refusal):
+    def refused(*_, **__):
+        raise error
+
+    for name in ("cat_file", "pipe_file", "rm_file"):
+        monkeypatch.setattr(_Unknown, name, refused)
+    store = FsspecStore(memory_url.replace("memory", "bcpunknown"), None)
+    for call in (lambda: get(store, "x", 1), lambda: put(store, "x", b"1"), lambda: store.delete("x")):
+        with pytest.raises((StorageError, CheckpointSaveError)) as caught:
+            call()
+        assert (caught.value.kind == "permission") == is_refusal
+
+
 class _UploadFile(AbstractBufferedFile):
     def _initiate_upload(self):
         self.fs.begun += 1
@@ -440,6 +492,18 @@ def test_chained_urls(memory_url, tmp_path):
     put(FsspecStore(memory_url, None), "x", b"1")
     store = FsspecStore(f"simplecache::{memory_url}", {"simplecache": {"cache_storage": str(tmp_path)}})
     assert get(store, "x", 1) == b"1"
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+@pytest.mark.parametrize("inner", ["", "run"])
+def test_a_root_in_an_archive_whose_path_has_no_protocol_is_read(tmp_path, kind, inner):
+    bcp.save(tmp_path / "in" / inner, {"w": torch.ones(3)}, step=5)
+    archive = shutil.make_archive(str(tmp_path / "packed"), kind, tmp_path / "in", inner or "step_00000005")
+    assert bcp.steps(f"{kind}://{inner}::{archive}") == [5]
+    assert bcp.load_tree(f"{kind}://{inner}::{archive}")["w"].tolist() == [1, 1, 1]
+    with pytest.raises(StorageError, match="No such file") as caught:
+        bcp.steps(f"{kind}://::{archive}.gone")
+    assert caught.value.kind == "unavailable"
 
 
 def test_many_folders_of_memory_are_listed_in_one_pass(memory_url, monkeypatch):

@@ -298,6 +298,25 @@ def test_a_disk_that_fails_in_the_sweep_is_no_failure_of_the_save(
         place.find()
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_folder_that_may_not_be_listed_is_no_failure_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lost+found").mkdir()
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith("lost+found"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", refuse)
+    bcp.save(tmp_path, state_of(0, 1.0))
+    assert bcp.load_tree(tmp_path)
+    with pytest.raises(UserWarning, match="was not looked into"):
+        list(open_store(str(tmp_path), storage_options=None, writer_threads=1).inventory(""))
+
+
 def test_a_save_that_commits_sweeps_its_own_folder(tmp_path: Path) -> None:
     place = Place(str(tmp_path), None)
     for folder, save_id in (("step_00000001", DEAD), ("step_00000001", YOUNG), ("step_00000002", DEAD)):

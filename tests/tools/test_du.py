@@ -93,6 +93,18 @@ def test_a_damaged_manifest_does_not_hide_the_others(call, root) -> None:
     ]
 
 
+def test_a_folder_that_leads_out_of_the_root_does_not_hide_the_others(call, root, tmp_path) -> None:
+    data = root / "step_00001000" / "data"
+    data.rename(tmp_path / "elsewhere")
+    data.symlink_to(tmp_path / "elsewhere")
+    ended = call("du", root, "--json")
+    assert ended.code == 1
+    assert {item["step"]: "outside of it" in (item["problem"] or "") for item in ended.json["checkpoints"]} == {
+        5: False,
+        1000: True,
+    }
+
+
 def test_a_file_that_is_never_loaded_is_no_damage_as_in_the_other_lists(call, root, tmp_path) -> None:
     torch.save(fractions.Fraction(1, 3), root / "arguments.bin")
     ended = call("du", root, "--json")

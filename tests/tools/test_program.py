@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,21 @@ def test_the_console_module_ends_quietly_when_its_reader_has_enough(saved_root) 
         err = process.stderr.read()
         code = process.wait(timeout=100)
     assert (code, err) == (141, b"")
+
+
+def test_a_warning_is_one_line_without_the_place_in_the_source(root, tmp_path) -> None:
+    (root / "step_00002000").symlink_to(tmp_path)
+    command = [sys.executable, "-m", "bytecheckpoint.tools", "pin", str(root)]
+    (tmp_path / "manifest.bcp").touch()
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"warning: {root}/step_00002000 is left out of the steps: ")
+
+
+def test_warnings_of_a_process_that_goes_on_after_a_command_are_as_they_were(root) -> None:
+    given = warnings.formatwarning
+    assert CliRunner().invoke(cli, ["ls", str(root)]).exit_code == 0
+    assert warnings.formatwarning is given
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="stands in for a full disk")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from checkpoint_files import flip
 from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
+from bytecheckpoint import info
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.tools.listing.commits import CommitWatch
@@ -54,6 +56,15 @@ def test_checkpoints_of_runs_and_with_names_are_told_apart(call, tmp_path) -> No
     (tmp_path / "c" / "step_00000001" / "data").mkdir(parents=True)  # not committed
     names = [line.split("  ")[1] for line in call("watch", tmp_path, "--once").out.splitlines()]
     assert sorted(names) == ["a: step 5", "b: step 5", "best"]
+
+
+def test_checkpoints_of_one_second_are_in_the_order_of_their_steps(call, tmp_path, monkeypatch) -> None:
+    for step in (3, 1, 2):
+        bcp.save(tmp_path, {"x": step}, step=step)
+    monkeypatch.setattr(CommitWatch, "_new_folders", lambda _: [f"step_0000000{step}" for step in (3, 1, 2)])
+    second = datetime.now(UTC)
+    monkeypatch.setattr(info, "_parse_time", lambda _: second)
+    assert [item["step"] for item in call("watch", tmp_path, "--once", "--json").json["checkpoints"]] == [1, 2, 3]
 
 
 def test_a_checkpoint_without_telemetry_has_no_timings(call, root) -> None:

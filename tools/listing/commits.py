@@ -121,7 +121,8 @@ class CommitWatch:
             read_checkpoint(FoundCheckpoint(self._store, 0, folder, None), _step_of(folder)) for folder in folders
         ]
         found = [item for item in listed if item is not None]
-        return sorted(found, key=lambda item: item.created_at.timestamp() if item.created_at else 0.0)
+        # Manifests have whole seconds.
+        return sorted(found, key=lambda item: (item.created_at.timestamp() if item.created_at else 0.0, item.step or 0))
 
     def _new_folders(self) -> list[str]:
         """Returns the folders of committed checkpoints that were not seen. No request is made for a seen folder,

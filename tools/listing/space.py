@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bytecheckpoint.errors import StorageError, UnsafeCheckpointError
 from bytecheckpoint.formats.detect import find_file, find_folder
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, manifest_of
 from bytecheckpoint.info import OWN_FORMAT
@@ -52,7 +53,7 @@ class CheckpointSpace:
     entries: Sequence[EntrySpace]
     """Empty if it is not committed, or the manifest cannot be read."""
     problem: str | None
-    """Error of reading the manifest."""
+    """Error of reading the manifest, or of listing the folder, whose other files then count as 0."""
     is_refused: bool
     """True if the problem is no damage, as in `ListedCheckpoint`."""
 
@@ -81,7 +82,13 @@ def space_of(found: FoundCheckpoint, item: ListedCheckpoint) -> CheckpointSpace:
         entries = _entries(ManifestSummary(manifest))
     elif not item.committed:
         file_bytes = item.num_bytes
-    other_bytes = max(_bytes_below(found.store, item.folder) - file_bytes, 0) if item.format == OWN_FORMAT else 0
+    other_bytes, problem = 0, item.problem
+    try:
+        other_bytes = max(_bytes_below(found.store, item.folder) - file_bytes, 0) if item.format == OWN_FORMAT else 0
+    except (StorageError, UnsafeCheckpointError) as error:
+        if error.kind not in {"permission", "path_escape"}:
+            raise
+        problem = error.message
     return CheckpointSpace(
         path=item.path,
         folder=item.folder,
@@ -91,7 +98,7 @@ def space_of(found: FoundCheckpoint, item: ListedCheckpoint) -> CheckpointSpace:
         shared_num_bytes=linked_bytes,
         other_num_bytes=other_bytes,
         entries=entries,
-        problem=item.problem,
+        problem=problem,
         is_refused=item.is_refused,
     )
 

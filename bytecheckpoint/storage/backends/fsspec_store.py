@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import fsspec.core
+from fsspec.archive import AbstractArchiveFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations, registry
 from fsspec.spec import AbstractFileSystem
@@ -44,6 +45,8 @@ _MAX_READS = 10
 _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
 """Figures of an object store in the same region."""
 
+_LOCAL_PATH = re.compile(r"(?!.*://).*[^a-z]")
+"""A part of a chained URL without a protocol: fsspec takes words of small letters alone for one."""
 _NO_OBJECT = re.compile("[?#:]")
 """In a web server's listing, which has no sizes: links to itself in another order, to parts of the page, to people."""
 
@@ -84,7 +87,7 @@ class FsspecStore:
         options = dict(storage_options or {})
         self._shown = showable_url(url)
         self._secrets = find_secrets(url, options)
-        self._protocols = [part.partition("://")[0] for part in self._shown.split("::")]
+        self._protocols = [part.partition("://")[0] for part in self._shown.split("::") if not _LOCAL_PATH.match(part)]
         for protocol in self._protocols:
             if not is_known_protocol(protocol):
                 raise self._unsupported(f"no backend is known for the protocol {protocol!r}")
@@ -295,7 +298,8 @@ class FsspecStore:
                 yield StoredObject(name, int(entry.get("size") or 0), time_of(entry))
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{check_name(name)}"
+        path = f"{self._root}/{check_name(name)}"
+        return path.lstrip("/") if isinstance(self._fs, AbstractArchiveFileSystem) else path
 
     def _show(self, name: str) -> str:
         return join_name(self._shown, name)

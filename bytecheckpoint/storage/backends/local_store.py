@@ -2,13 +2,14 @@
 durably or not at all, names stay inside the root, and every failure is one of this library's errors.
 """
 
-# ruff: noqa: PTH100, PTH106, PTH108, PTH116, PTH118, PTH120 - calls of `os` by name, in an order that tests record
+# ruff: noqa: PTH100, PTH108, PTH116, PTH118, PTH120 - calls of `os` by name, in an order that tests record
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
@@ -36,6 +37,7 @@ from bytecheckpoint.storage.backends.posix_files import (
     publish,
     read_fully,
     read_pieces,
+    remove_empty_folders,
     remove_quietly,
     sync_folder,
 )
@@ -50,6 +52,7 @@ _LOOKUPS_PER_JOB = 64
 _UNLINKERS = 8
 """Threads. benchmarks/ranks.py removes 8,192 files of a disk in 0.65 s with eight, and in 1.2 s with this set to 1."""
 _UNLINKS_PER_JOB = 64
+_MAX_LOST_FOLDERS = 8
 _ACCESS = Access(latency_s=50e-6, bytes_per_s=2.5e9)
 """A file is found and opened for every read, and its bytes may be in the page cache."""
 
@@ -81,14 +84,17 @@ class LocalStore:
         if not replace and os.path.lexists(path):
             raise already_exists(path)
         writing = _WriteErrors(path, count_bytes(blocks))
-        with writing:
-            temporary, fd = self._create_temporary(path)
+        temporary = ""
         try:
+            with writing:
+                temporary, fd = self._create_temporary(path)
             self._fill(DirectFile(temporary, fd), blocks, writing)
             with writing:
                 publish(temporary, path, replace=replace)
-        except BaseException:
+        except BaseException as error:
             remove_quietly(temporary)
+            if temporary or getattr(error, "kind", "") != "permission":  # else it has made none
+                remove_empty_folders(os.path.dirname(path), self._root)
             raise
         with writing:
             self._make_name_durable(path, replace=replace)
@@ -142,11 +148,9 @@ class LocalStore:
     def byte_length(self, name: str) -> int | None:
         """Implements `SupportsByteLength`."""
         path = self._resolve(check_name(name))
-        try:
-            with _reading(path), _opened(path) as (_, num_bytes):
-                return num_bytes
-        except CheckpointNotFoundError:
-            return None
+        with suppress(CheckpointNotFoundError), _reading(path), _opened(path) as (_, num_bytes):
+            return num_bytes
+        return None
 
     def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
         """Implements `SupportsInFolders`."""
@@ -210,29 +214,24 @@ class LocalStore:
         with _reading(folder, doing="delete"), suppress(FileNotFoundError):
             # Deletions must keep their order after a power cut too: a manifest before its data.
             sync_folder(folder)
-        with suppress(OSError):
-            while folder != self._root:
-                os.rmdir(folder)
-                folder = os.path.dirname(folder)
+        remove_empty_folders(folder, self._root)
 
     def inventory(self, folder: str) -> Iterator[StoredObject]:
-        """Implements `HasInventory`."""
+        """Implements `HasInventory`. Only warns of a folder below this one that may not be listed, as lost+found."""
+        top = os.path.join(self._root, folder)
 
         def on_error(error: OSError) -> None:
-            if not isinstance(error, FileNotFoundError):
+            if isinstance(error, PermissionError) and error.filename != top:
+                warnings.warn(f"{error.filename} was not looked into: {describe(error)}", stacklevel=2)
+            elif not isinstance(error, FileNotFoundError):
                 raise read_error(error, error.filename, reason=describe(error), doing="list") from error
 
         self._resolve(check_name(folder) if folder else "")
-        for path, _, names in os.walk(os.path.join(self._root, folder), onerror=on_error):
-            relative_folder = os.path.relpath(path, self._root)
-            for name in names:
-                try:
-                    status = os.stat(os.path.join(path, name), follow_symlinks=False)
-                except OSError as error:
-                    on_error(error)
-                    continue  # finished or deleted since it was listed
-                relative = name if relative_folder == os.curdir else f"{relative_folder}/{name}"
-                yield StoredObject(relative, status.st_size, status.st_mtime)
+        for path, _, names in os.walk(top, onerror=on_error):
+            for file in (os.path.join(path, name) for name in names):
+                with suppress(FileNotFoundError), _reading(file, doing="list"):  # deleted since it was listed
+                    status = os.stat(file, follow_symlinks=False)
+                    yield StoredObject(file[len(self._root) :].lstrip("/"), status.st_size, status.st_mtime)
 
     def _path_of_name(self, name: str) -> str:
         """Returns the path of the name itself: folders before it may be links inside the root; the last part is not
@@ -269,9 +268,10 @@ class LocalStore:
         folder, name = os.path.split(path)
         temporary = os.path.join(folder, temporary_name(name))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        with suppress(FileNotFoundError):  # another writer's `delete` took a folder while it was still empty
-            make_folders(folder)
-            return temporary, os.open(temporary, flags, 0o666)
+        for _ in range(_MAX_LOST_FOLDERS):
+            with suppress(FileNotFoundError):  # a writer that deletes or fails took a folder while it was still empty
+                make_folders(folder)
+                return temporary, os.open(temporary, flags, 0o666)
         make_folders(folder)
         return temporary, os.open(temporary, flags, 0o666)
 

@@ -18,6 +18,7 @@ from bytecheckpoint.errors import (
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_PERMISSION = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_REFUSED = (401, 403)
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 
 
@@ -66,7 +67,7 @@ def read_error(error: BaseException, path: str, *, reason: str, doing: str = "re
 def _refused(error: BaseException, path: str, *, doing: str, reason: str) -> StorageError | None:
     """Returns the error for no permission, no file descriptor or an unsupported call; None for any other error."""
     number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, PermissionError) or number in _NO_PERMISSION:
+    if isinstance(error, PermissionError) or number in _NO_PERMISSION or _is_refused_by_server(error):
         return StorageError(
             f"not allowed to {doing} {path}: {reason}; nothing stored was changed: check the owner and mode of the "
             "folder, whether it is mounted read-only, and the credentials of a remote store",
@@ -87,6 +88,27 @@ def _refused(error: BaseException, path: str, *, doing: str, reason: str) -> Sto
             path=path,
         )
     return None
+
+
+def _is_refused_by_server(error: BaseException) -> bool:
+    """Returns True if the error, or what its client raised it from, is an answer 401 or 403, as clients of fsspec's
+    backends raise it: azure.core with `status_code`, aiohttp with `status`, gcsfs with `code`, or as an OSError without
+    a number. An error that was only being handled meanwhile is no cause: it may be one of the caller's own program.
+    """
+    seen: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in seen:
+        if _status(each) in _REFUSED:
+            return True
+        seen.append(each)
+        each = each.__cause__
+    return isinstance(error, OSError) and not error.errno and str(error).startswith("Forbidden: ")
+
+
+def _status(error: BaseException) -> object:
+    # The first that there is: aiohttp, which has `status`, warns of its old `code`.
+    names = (name for name in ("status_code", "status", "code") if hasattr(error, name))
+    return getattr(error, next(names, ""), None)
 
 
 def missing_file(path: str) -> CheckpointNotFoundError:

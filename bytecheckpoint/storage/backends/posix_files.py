@@ -2,7 +2,7 @@
 names survive a power cut. Raises OSError and knows nothing of checkpoints.
 """
 
-# ruff: noqa: PTH102, PTH104, PTH108, PTH112, PTH120, PTH121 - calls of `os` by name, in an order that tests record
+# ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH112, PTH120, PTH121 - calls of `os` by name, in an order that tests record
 
 from __future__ import annotations
 
@@ -216,7 +216,9 @@ def _renameat2(temporary: str, path: str) -> bool:
 
 
 def make_folders(folder: str) -> None:
-    """Makes the folder and the missing ones above it, durably. Raises NotADirectoryError if one of them is a file."""
+    """Makes the folder and the missing ones above it, durably. Raises NotADirectoryError if one of them is a file, and
+    FileNotFoundError if one was removed meanwhile.
+    """
     if os.path.isdir(folder):
         return
     parent = os.path.dirname(folder)
@@ -224,6 +226,8 @@ def make_folders(folder: str) -> None:
     with suppress(FileExistsError):  # another writer was faster, or a file is in the way
         os.mkdir(folder)
     if not os.path.isdir(folder):
+        if not os.path.lexists(folder):  # another writer took it meanwhile, as it was empty
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
         raise NotADirectoryError(errno.ENOTDIR, f"{folder} is a file, where a folder is needed", folder)
     sync_folder(parent)
 
@@ -250,6 +254,15 @@ def sync_folder(folder: str) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def remove_empty_folders(folder: str, root: str) -> None:
+    """Removes a folder, and those above it up to `root`, which stays, as long as they are empty."""
+    with suppress(OSError):
+        while folder != root:
+            with suppress(FileNotFoundError):
+                os.rmdir(folder)
+            folder = os.path.dirname(folder)
 
 
 def remove_quietly(path: str) -> None:
