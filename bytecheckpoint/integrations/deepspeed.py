@@ -18,6 +18,8 @@ from torch import nn
 from bytecheckpoint import api
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState
 from bytecheckpoint.adapters.frameworks.deepspeed import COUNTERS
+from bytecheckpoint.adapters.plain.plain_data import decode_plain
+from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
@@ -25,6 +27,7 @@ from bytecheckpoint.integrations.shared.extra_state import WithExtraState
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder, folder_at
+from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.saving.handle import SaveHandle
 
@@ -205,14 +208,26 @@ class ClientState:
 
     def take_own(self, path: str, storage_options: Mapping[str, Any] | None) -> None:
         """Takes the client state that this rank has saved, or that of the lowest rank if this rank saved none. From a
-        checkpoint of DeepSpeed itself, takes the values beside the engine's state, where DeepSpeed puts them.
+        checkpoint of DeepSpeed itself, takes all entries but the engine's: DeepSpeed saves both in one dict.
         """
         with api.open(path, storage_options=storage_options) as checkpoint:
             if checkpoint.info.format == _OF_DEEPSPEED:
-                self.given = {key: value for key, value in checkpoint.objects.items() if key not in _OF_ENGINE}
+                self.given = _beside_engine(checkpoint)
             elif "extra_state" in checkpoint.manifest.rank_objects:
                 by_rank = checkpoint.rank_values("extra_state")
                 self.load_state_dict(by_rank.get(dist.get_rank(), by_rank[min(by_rank)]))
+
+
+def _beside_engine(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns the client state in a checkpoint of DeepSpeed itself, with its tensors on the host."""
+    found: dict[str, Any] = {}
+    for name, data in checkpoint.manifest.objects.items():
+        if name.partition(".")[0] not in _OF_ENGINE:
+            tree = decode_plain(data)
+            items = leaves(tree, name, may_repeat=True).items()
+            tensors = {fqn: checkpoint[item.fqn][...] for fqn, item in items if isinstance(item, TensorRef)}
+            found[name] = with_leaves(tree, name, tensors)
+    return found
 
 
 class _Found(msgspec.Struct):

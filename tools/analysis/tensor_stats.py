@@ -31,7 +31,9 @@ _NUM_BINS = 64
 
 
 class TensorStats:
-    """Statistics of the values seen so far. Infinities and NaN are counted, and left out of everything else."""
+    """Statistics of the values seen so far. Infinities and NaN are counted, and left out of everything else. Where sums
+    of huge values overflow float64, `mean` and `std` are NaN or infinite.
+    """
 
     def __init__(self) -> None:
         self.min: float | int | None = None

@@ -49,7 +49,7 @@ class TrainerRecord(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, trainer_state="")
 
     def part_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the part of the state that the checkpoint has; a warning names the rest."""
+        """Returns the part of the state that the checkpoint has; a warning names the rest but `data` and `order`."""
         # Without a position of the loader its batches are skipped, and without an order they come as in a new run.
         absent = [name for name in state if name not in self.entries and name not in {"data", "order"}]
         if absent:

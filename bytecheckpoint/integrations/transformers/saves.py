@@ -123,7 +123,7 @@ class TrainerSaves:
                 write_text(Path(path, CONFIG), beside.config)
             if is_committed(path):
                 logger.info("%s is saved again, and replaces the checkpoint that is there", path)
-            else:  # a checkpoint that is replaced keeps its files until the commit
+            else:  # a checkpoint that is replaced keeps its state of the Trainer until the commit
                 write_text(Path(path, TRAINER_STATE), beside.trainer_state)
             text, entries = beside.trainer_state, sorted(state)
             records.append(

@@ -248,7 +248,8 @@ def save_with_deepspeed(rank: int, world_size: int, folder: str) -> None:
     join_deepspeed(rank)
     for stage in STAGES[1:]:
         engine = trained(stage)
-        engine.save_checkpoint(f"{folder}/{stage}", client_state={"epoch": 7})
+        mine = {"epoch": 7, "seen": torch.arange(4), "notes": [torch.ones(2), "a"]}
+        engine.save_checkpoint(f"{folder}/{stage}", client_state=mine)
 
 
 def load_what_deepspeed_saved(rank: int, world_size: int, folder: str) -> list[str]:
@@ -259,7 +260,9 @@ def load_what_deepspeed_saved(rank: int, world_size: int, folder: str) -> list[s
     for stage in STAGES[1:]:
         engine = engine_of(SETUPS[stage], seed=8)
         _, client_state = load_checkpoint(engine, f"{folder}/{stage}")
-        wrong += [] if client_state["epoch"] == 7 else [f"{stage}: {client_state}"]
+        ones, note = client_state["notes"]
+        is_right = (client_state["epoch"], note) == (7, "a") and torch.equal(client_state["seen"], torch.arange(4))
+        wrong += [] if is_right and torch.equal(ones, torch.ones(2)) else [f"{stage}: {client_state}"]
         wrong += [] if engine.global_steps == STEPS else [f"{stage}: {engine.global_steps}"]
         train(engine, 1)
     return wrong
