@@ -159,7 +159,8 @@ def load(
         path: As for `save`; or a safetensors file or folder, a folder of torch.distributed.checkpoint or DeepSpeed, or
             a torch.save file, which are read without conversion.
         state: As for `save`: its tensors are the memory that is filled, its plain data is replaced in its containers.
-            Modules on the meta device get memory, optimizers without state get state.
+            Modules on the meta device get memory, optimizers without state get state, and lose the state of parameters
+            that had none when they were saved.
         framework: As for `save`.
         step: A step, `latest` for the checkpoint at `path` itself or its newest committed step, None for `path` only.
         strict: Raise one error for all keys that are missing on either side, shapes and dtypes that differ, rules of

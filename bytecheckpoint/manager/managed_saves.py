@@ -366,7 +366,8 @@ class ManagedSaves:
         step, _, handle, is_noted = self.begun
         was_seen = is_end and handle.done() and handle._progress.was_seen
         error = handle.exception()
-        is_noted.wait(_NOTED_S)  # a future wakes its waiters before it calls back
+        # A future wakes its waiters before it calls back, in the process of the save alone.
+        is_noted.wait(0.0 if handle._progress.is_of_parent else _NOTED_S)
         self.begun = None
         if error is None:
             self.durable_step, self.has_steps, self._num_failed_in_a_row = step, True, 0

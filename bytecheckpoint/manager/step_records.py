@@ -87,7 +87,7 @@ def check_metrics(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
         try:
             if not isinstance(name, str) or not name or isinstance(value, str | bytes):
                 raise TypeError
-            checked[name] = float(value.item() if hasattr(value, "item") else value)  # float() of a loss warns
+            checked[name] = float(value.detach() if hasattr(value, "detach") else value)  # float() of a loss warns
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch raises RuntimeError
             raise ValueError(
                 f"metrics are numbers by name, such as {{'val_loss': 0.25}}, not {name!r}: {value!r:.100}; nothing was "

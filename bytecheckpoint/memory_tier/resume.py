@@ -52,7 +52,7 @@ from bytecheckpoint.planner.memory_tier.resume_plan import (
 )
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.staging.memory_slots import JobMemory
-from bytecheckpoint.storage.credentials import shown_path
+from bytecheckpoint.storage.credentials import showable_url, shown_path
 from bytecheckpoint.storage.layout import parse_manifest, root_of, step_folder
 from bytecheckpoint.storage.memory_root.held_store import HeldStore, StoredAt
 from bytecheckpoint.storage.memory_root.slot_file import FilePlace
@@ -205,6 +205,7 @@ class ResumeCall:
             process.saves.wait_until_ended()
             root, timeout_s = root_of(self._path, self._role), self._options.timeout_s
             self._store = open_store(root, storage_options=self._storage_options, writer_threads=1, timeout_s=timeout_s)
+            self._about = self._about._replace(path=showable_url(root))  # the role included
             self._memory = memory_of(process, self._options.memory, self._store)
             self._memory.join_to_resume()
         return self._store, self._memory

@@ -24,7 +24,8 @@ HELD_LEVELS = ("process", "host", "storage")
 class SaveHandle:
     """A save, finished or under way. Methods may be called from any thread.
 
-    Those that would block raise CheckpointSaveError on a thread that a save waits for, as in a signal handler.
+    Those that would block raise CheckpointSaveError on a thread that a save waits for, as in a signal handler, and
+    CheckpointMismatchError (conflict) in a process that was forked while the save was under way.
     """
 
     def __init__(self, progress: SaveProgress) -> None:
@@ -152,6 +153,10 @@ class SaveProgress:
             self.never_held = {"process": why, "host": why}
         self.outcome: Future[CheckpointInfo] = Future()
         self.error: BaseException | None = None
+        self.has_ended = False
+        """True once the outcome is there for all that wait. It needs no lock, which a fork may leave held."""
+        self.is_of_parent = False
+        """True in a forked child, if the save was in flight in its parent then."""
         self._is_staged = threading.Event()
         self._shared: Snapshot | None = None
         """Snapshot that the background stages, and that other threads may help to stage."""
@@ -203,6 +208,29 @@ class SaveProgress:
         self.never_held[level] = why
         if level == "host" and not self.held[level].done():
             self.held[level].set_exception(CheckpointMismatchError(why, kind="conflict", path=self.path))
+
+    def leave_to_parent(self) -> None:
+        """Ends all waits for this save, if it has not ended, in a forked child, which has no thread that could end
+        them: the save goes on in the process that began it.
+        """
+        if self.has_ended:
+            return
+        error = CheckpointMismatchError(
+            f"the save to {self.path} belongs to the process that this one was forked from, and goes on there: a "
+            "forked child cannot wait for it, so ask its handle or its manager in that process",
+            kind="conflict",
+            path=self.path,
+        )
+        self.is_of_parent = self.was_seen = self.has_ended = True
+        self.error, self._shared = error, None
+        # New ones: a thread of the parent may have held the locks of the old ones when it forked.
+        self.outcome, self.held = Future(), {level: Future() for level in self.held}
+        self.local = None if self.local is None else Future()
+        self.is_numbered, self._is_staged = threading.Event(), threading.Event()
+        self.is_numbered.set()
+        self._is_staged.set()
+        for future in (self.outcome, *self.held.values(), *filter(None, [self.local])):
+            future.set_exception(error)
 
     def share(self, snapshot: Snapshot) -> None:
         """Lets threads in `wait_until_staged` help: each copies a part of this snapshot."""
@@ -275,6 +303,7 @@ class SaveProgress:
                 if not future.done():
                     future.set_exception(self.error)
             self.outcome.set_exception(self.error)
+        self.has_ended = True
         if info is not None or self.was_seen:
             self._on_seen()
 

@@ -48,8 +48,7 @@ class StagingSlot:
         """`lock` is held already, and released by `end`."""
         self._lock = lock
         self.has_ended = False
-        self.upload = ExitStack()
-        """Closed when the save is over."""
+        self.upload = ExitStack()  # closed when the save is over
 
     def end(self) -> None:
         if not self.has_ended:
@@ -73,8 +72,7 @@ class SavesInFlight:
         self._staging = threading.Lock()
         self._upload = threading.Lock()
         """Held for an upload, and taken while `_staging` is held: so uploads come in the order of saves."""
-        self._lock = threading.Lock()
-        """Guards `_step_hook`."""
+        self._lock = threading.Lock()  # guards `_step_hook`
         self._watched: dict[int, SaveProgress] = {}
         """Saves by id, in their order, that are under way or have failed with an error that the caller has not seen.
         No others: a kept error that was raised holds the caller's frames, and the state in them. Each is added and
@@ -346,6 +344,8 @@ class ProcessState:
 
     def reset_in_child(self) -> None:
         """Forgets, in a forked child, the saves of the parent, whose threads it does not have, and the memory."""
+        for progress in self.saves._all:
+            progress.leave_to_parent()
         self.saves.reset()
         # The memory is not the child's, but freeing it here could free what has come to lie in the same place.
         self._memory_of_parent.append((self.buffers, self.memories))

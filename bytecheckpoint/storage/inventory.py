@@ -125,6 +125,8 @@ def refuse_occupied(store: Store, folder: str, *, overwrite: bool) -> None:
     try:
         listing = store.list("")
     except CheckpointNotFoundError as error:
+        if error.kind != "not_found":  # a service that answers a listing with 404 has no file there
+            raise
         what = f"{error.path} is a file, where a folder is needed; nothing was saved: give another path"
         raise CheckpointSaveError(what, kind="storage", path=path) from error
     if other := _in_the_way(store, "", listing, is_step=bool(folder)):

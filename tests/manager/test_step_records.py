@@ -240,6 +240,16 @@ def test_a_loss_that_requires_grad_is_a_metric_without_a_warning() -> None:
     assert step_records.check_metrics({"loss": torch.tensor(0.5, requires_grad=True)}) == {"loss": 0.5}
 
 
+def test_a_number_of_another_library_is_a_metric_whatever_else_it_has() -> None:
+    class Meter:
+        item = "loss"
+
+        def __float__(self) -> float:
+            return 0.5
+
+    assert step_records.check_metrics({"loss": Meter()}) == {"loss": 0.5}
+
+
 @pytest.mark.parametrize(
     "value", [torch.ones(2), torch.ones((), device="meta"), 10**400], ids=["two values", "no values", "too large"]
 )

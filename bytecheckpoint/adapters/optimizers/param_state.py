@@ -159,19 +159,23 @@ class ParamState:
         """True if the optimizer kept nothing for the parameter when it was saved, as before its first step: a load
         removes what it keeps now.
         """
+        if self._tensors:  # nearly always
+            return False
         stored, names = self._stored, self._names
-        return stored.takes_all and stored.group(names) is not None and not stored.state_keys(names)
+        return stored.takes_all and stored.group(names) is not None and not stored.plain(names)
 
     def expect(self) -> Expectation:
         """Returns the targets of the stored tensors, and what the optimizer has that the checkpoint lacks."""
         stored, names, subclasses = self._stored, self._names, self._subclasses
+        if self._had_none:
+            return Expectation([], set(), [])
         problems = [] if self.fits else list(stored.misfits(names, tuple(self._parameter.shape)))
         if stored.group(names) is None:
             problems.append(not_stored(self._groups_fqn))
         for key, why in subclasses.problems():
             fqn = self._prefix + key
             problems.append(Problem("conflict", fqn, f"{fqn}: {why}"))
-        if not self.fits or self._had_none:
+        if not self.fits:
             return Expectation([], set(), problems)
         plain = stored.plain(names)
         numbers = (key for key, value in subclasses.own.items() if is_number(value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -33,11 +34,18 @@ class RetriedWork:
         self._is_hurried = False
         self._is_closing = False
         self._thread: threading.Thread | None = None
+        self._pid = 0
+        """Process of the thread: a forked child has none."""
 
     @property
     def has_begun(self) -> bool:
         """True once the work was asked for."""
         return self._thread is not None
+
+    @property
+    def _is_of_parent(self) -> bool:
+        """True in a child that was forked since the thread was started: its copy of the lock may be held for ever."""
+        return self._thread is not None and os.getpid() != self._pid
 
     def ask(self) -> None:
         """Asks for the work to be done once more. Never blocks."""
@@ -46,6 +54,7 @@ class RetriedWork:
             if self._thread is None:
                 # A thread of its own: it lives as long as the manager, with a lower priority.
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._pid = os.getpid()
                 self._thread.start()
             self._changed.notify_all()
 
@@ -57,8 +66,12 @@ class RetriedWork:
         """Waits until all is done, and returns None. Returns the error of an attempt that failed `failing_s` or more
         after `began`, or of the last one before `close`; returns TimeoutError if there was no progress for `hanging_s`,
         counted from `began` at the earliest. Raises neither. `began` is a time of `time.monotonic`; the others are
-        seconds.
+        seconds. In a child that was forked since the thread was started, returns TimeoutError at once if not all was
+        done.
         """
+        if self._is_of_parent:
+            is_done = self._num_done >= self._num_asked
+            return None if is_done else TimeoutError("it goes on in the process that this one was forked from")
         with self._changed:
             self._is_hurried = True  # the next attempt is made now, not after a long pause
             self._changed.notify_all()
@@ -73,6 +86,8 @@ class RetriedWork:
 
     def close(self) -> None:
         """Ends the thread after what it does now, without waiting for it."""
+        if self._is_of_parent:
+            return
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()

@@ -153,6 +153,13 @@ def test_optimizer_state_in_place_and_in_a_fresh_optimizer(tmp_path: Path, how: 
         assert own is None or (found["exp_avg"] is own and memory(own) == before)
 
 
+def test_a_load_removes_optimizer_state_of_a_parameter_that_had_none(tmp_path: Path) -> None:
+    bcp.save(tmp_path, model_and_optimizer(1, None))
+    target = model_and_optimizer(2, int8(50))
+    bcp.load(tmp_path, target)
+    assert not target["optimizer"].state
+
+
 def tree(make: Any, seed: int) -> dict[str, Any]:
     return {"a": make(seed), "list": [torch.full((2,), float(seed)), make(seed + 1)], "pair": (make(seed + 2), seed)}
 
