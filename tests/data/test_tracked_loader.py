@@ -248,6 +248,26 @@ def test_an_iterator_from_before_is_out_of_date(workers: dict[str, Any]) -> None
         take(iterator, 20)  # some were read ahead
 
 
+def test_a_worker_that_is_late_for_a_pass_from_before_is_no_reason_to_refuse_a_save() -> None:
+    """Someone looks at the first batch; another worker begins only when the loader counts."""
+    counts = multiprocessing.get_context("fork").Event()
+    loader = DataLoader(
+        Streams(sources(), rank=0, size=1, with_ids=True),
+        batch_size=3,
+        collate_fn=list,
+        num_workers=2,
+        worker_init_fn=lambda worker: worker == 0 or counts.wait(),
+        multiprocessing_context="fork",
+    )
+    iterator = iter(loader)
+    next(iterator)
+    tracked = elastic_loader_of(loader)
+    counts.set()
+    with pytest.raises(RuntimeError, match="out of date"):
+        next(iterator)
+    assert len(batches(loader)) * 3 >= num_taken(tracked) == NUM_STREAMS * LENGTH
+
+
 @pytest.mark.parametrize("workers", WORKERS)
 def test_a_batch_that_failed_is_read_again(workers: dict[str, Any], tmp_path) -> None:
     marker = tmp_path / "failed"

@@ -199,14 +199,17 @@ def test_a_frozen_parameter_that_zero_3_divided_has_its_shape(
     assert_same({"": bcp.open(tmp_path / "c").state_dict()["model.frozen"]}, {"": frozen})
 
 
-def test_the_lines_that_load_a_model_of_zero_3_in_several_dtypes_cast(tmp_path: Path, classes: Any) -> None:
+@pytest.mark.parametrize(("dtype", "casts"), [(torch.bfloat16, True), (torch.int64, False)])
+def test_the_lines_that_load_a_model_of_zero_3_in_several_precisions_cast(
+    tmp_path: Path, classes: Any, dtype: torch.dtype, casts: bool
+) -> None:
     write_divided(tmp_path / "c", 2, classes)
     for path in (tmp_path / "c").glob("*_model_states.pt"):
         states = torch.load(path)
-        states["module"]["mean"] = states["module"]["mean"].bfloat16()
+        states["module"]["mean"] = states["module"]["mean"].to(dtype)
         torch.save(states, path)
     (model, *_) = find_parts(manifest_of(find_checkpoint(str(tmp_path / "c"), "latest", Opening({}))))
-    assert (model.name, model.needs_cast) == ("model", True)
+    assert (model.name, model.needs_cast) == ("model", casts)
 
 
 class Part(torch.nn.Module):

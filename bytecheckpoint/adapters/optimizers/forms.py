@@ -13,6 +13,8 @@ from bytecheckpoint.adapters.optimizers.stored_optimizer import BY_POSITION, is_
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 
 _STATE, _GROUPS, _PARAMS, _NAMES = "state", "param_groups", "params", "param_names"
+_BESIDE = ("elsewhere", "facts", "outside_model")
+"""Keys of the library's own form that a conversion writes beside those of torch."""
 
 
 class Form(NamedTuple):
@@ -26,6 +28,8 @@ class Form(NamedTuple):
     """Keys that a parameter's state may have. If set, stored state with other keys is loaded as a state_dict."""
     is_numbered: bool = False
     """True for the form of state_dict() of torch's optimizers, with numbers for parameters."""
+    beside: frozenset[str] = frozenset()
+    """Keys of `_BESIDE` that a nested or numbered form has beside those of torch."""
 
 
 OWN, FLAT, NUMBERED = Form(is_own=True), Form(), Form(is_numbered=True)
@@ -61,12 +65,14 @@ def forms_in(value: Any, fqn: str) -> dict[str, Form]:
 
 def _form_of(value: Mapping[Any, Any]) -> Form | None:
     groups = value.get(_GROUPS)
-    if isinstance(groups, list) and value.keys() <= {_STATE, _GROUPS}:
+    beside = frozenset(key for key in _BESIDE if isinstance(value.get(key), dict))
+    if isinstance(groups, list) and value.keys() <= {_STATE, _GROUPS, *beside}:
         names = [group.get(_PARAMS) for group in groups if isinstance(group, dict)]
         if any(names) and all(isinstance(of_group, list) and set(map(type, of_group)) <= {int} for of_group in names):
-            return NUMBERED
+            return NUMBERED._replace(beside=beside)
         are_names = all(isinstance(of_group, list) and set(map(type, of_group)) <= {str} for of_group in names)
-        return Form(groups=[list(of_group or ()) for of_group in names]) if are_names and any(names) else None
+        are_names = are_names and any(names)
+        return Form(groups=[list(of_group or ()) for of_group in names], beside=beside) if are_names else None
     starts = (f"{_STATE}.", f"{_GROUPS}.")
     is_flat = bool(value) and all(type(key) is str and key.startswith(starts) for key in value)
     return FLAT if is_flat and any(key.startswith(starts[1]) for key in value) else None
@@ -96,8 +102,11 @@ class Reshaping(NamedTuple):
         return type(tree)(items) if any(items[key] is not tree[key] for key in items) else tree
 
     def _in_form(self, form: Form, tree: dict[Any, Any], fqn: str, tensors: Iterable[str]) -> Any:
+        if form.beside:
+            found = self._in_form(form._replace(beside=frozenset()), tree, fqn, tensors)
+            return found | {key: tree[key] for key in form.beside if key in tree}
         stored = OWN if is_optimizer_tree(tree) else _form_of(tree)
-        if stored == form:
+        if stored is not None and stored._replace(beside=frozenset()) == form:
             return tree
         own = tree if stored == OWN else self.parse(_without_names(tree))
         if own is None:

@@ -173,6 +173,23 @@ def test_a_state_dict_by_numbers_loads_into_the_optimizer(tmp_path: Path, has_na
     assert goes_on(model, optimizer, other, restored)
 
 
+@pytest.mark.parametrize("key", ["facts", "elsewhere", "outside_model", "others"])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_dict_that_has_more_than_the_keys_of_torch_loads_from_a_file_of_torch(
+    tmp_path: Path, key: str, is_named: bool
+) -> None:
+    model = mlp(0)
+    optimizer = two_groups(model)
+    train(model, [optimizer], 1)
+    state = torch_state.get_optimizer_state_dict(model, optimizer) if is_named else optimizer.state_dict()
+    torch.save({"optimizer": {**state, key: {"of": torch.ones(2), "count": 3}}}, tmp_path / "state.pt")
+    groups = [{**group, "lr": 0.0} for group in state["param_groups"]]
+    zeros = {name: {each: torch.zeros_like(values[each]) for each in values} for name, values in state["state"].items()}
+    held = {"state": zeros, "param_groups": groups, key: {"of": torch.zeros(2), "count": 0}}
+    bcp.load(tmp_path / "state.pt", {"optimizer": held})
+    assert same_value(held, {**state, key: {"of": torch.ones(2), "count": 3}})
+
+
 @pytest.mark.parametrize("source", FORMS)
 @pytest.mark.parametrize("target", FORMS)
 def test_what_is_excluded_of_a_form_is_left_as_it_is(tmp_path: Path, source: str, target: str) -> None:

@@ -71,7 +71,7 @@ class Part:
     excluded: str = ""
     """Glob of what a load must leave out."""
     needs_cast: bool = False
-    """True for the `model` of DeepSpeed ZeRO whose weights are of several dtypes: a load has to cast."""
+    """True for the `model` of DeepSpeed ZeRO whose weights are of several precisions: a load has to cast."""
     is_generator: bool = False
     """True for a tensor that is the state of torch's CPU generator."""
     is_by_rank: bool = False

@@ -164,17 +164,22 @@ def _has_extra_state_of_megatron(manifest: Manifest) -> bool:
 def _in_two_precisions(parts: Sequence[Part]) -> list[Part]:
     """Returns the parts, with a hint on each if they are the two copies of one model that ZeRO 1 and 2 save."""
     if {part.name for part in parts} != {"model", "module"}:
-        return [replace(part, needs_cast=part.name == "model" and len(part.dtypes) > 1) for part in parts]
+        return [replace(part, needs_cast=_is_cast(part)) for part in parts]
     hints = {"model": "a module in lower precision takes cast=True", "module": "`model` in the precision of training"}
     return [
         replace(
             part,
             hint=hints[part.name],
             is_copy=part.name == "module",
-            needs_cast=part.name == "model" and len(part.dtypes) > 1,
+            needs_cast=_is_cast(part),
         )
         for part in parts
     ]
+
+
+def _is_cast(part: Part) -> bool:
+    # Buffers of integers stand beside the weights.
+    return part.name == "model" and sum("float" in dtype for dtype in part.dtypes) > 1
 
 
 def _is_state(fqn: str) -> bool:
