@@ -225,12 +225,14 @@ class SaveProgress:
         self.error, self._shared = error, None
         # New ones: a thread of the parent may have held the locks of the old ones when it forked.
         self.outcome, self.held = Future(), {level: Future() for level in self.held}
-        self.local = None if self.local is None else Future()
         self.is_numbered, self._is_staged = threading.Event(), threading.Event()
         self.is_numbered.set()
         self._is_staged.set()
-        for future in (self.outcome, *self.held.values(), *filter(None, [self.local])):
+        for future in (self.outcome, *self.held.values()):
             future.set_exception(error)
+        if self.local is not None:
+            self.local = Future()
+            self.local.set_exception(error)
 
     def share(self, snapshot: Snapshot) -> None:
         """Lets threads in `wait_until_staged` help: each copies a part of this snapshot."""
