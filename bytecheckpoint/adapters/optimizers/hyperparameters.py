@@ -132,6 +132,7 @@ def _taken_over(own: Any, value: Any, filled: MutableMapping[int, torch.Tensor])
         new = _tensor_of(value, own.dtype)
         new = new.reshape(()) if new is not None and new.numel() == 1 else new
         if new is not None and _spreads_over(new.shape, own.shape):
+            new = new.to(own.dtype)
             if not same_value(filled.setdefault(id(own), new), new):
                 own = torch.empty_like(own)
             own.detach().copy_(new)

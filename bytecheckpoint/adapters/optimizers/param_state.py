@@ -204,13 +204,14 @@ class ParamState:
         """Makes a state tensor. It is sharded like its parameter if it has the shape of the parameter, and whole
         otherwise. It is created on `device`; if that is None, on the device that the optimizer itself would choose,
         also for a parameter on the meta device. State that had the dtype of its parameter has it again, because
-        steps need it, unless `keeps_dtype`.
+        steps need it, where torch converts it too; not with `keeps_dtype`.
         """
         parameter = self._parameter
         has_no_dims = not stored.shape and (parameter.dim() > 0 or key in HOST_SCALARS)
-        is_alike = stored.dtype == self._stored.parameter_dtype(self._names) and not self._stored.has_subclasses
-        if is_alike and not has_no_dims and not keeps_dtype:
-            stored = stored._replace(dtype=dtype_name(parameter.dtype))
+        is_of_parameter = key not in HOST_SCALARS and not has_no_dims and not self._stored.has_subclasses
+        if is_of_parameter and not keeps_dtype and _follows_parameters(self._group.optimizer):
+            was_alike = stored.dtype == self._stored.parameter_dtype(self._names) and parameter.is_floating_point()
+            stored = stored._replace(dtype=dtype_name(parameter.dtype)) if was_alike else stored
         if "." in key:
             return self._subclasses.new_part(key, stored, device)
         dtype = torch_dtype(stored.dtype)
@@ -256,6 +257,16 @@ class ParamState:
         for key, (fqn, tensor) in self._tensors.items():
             if _becomes_number(subclasses.own.get(key), tensor):
                 put_scalar(group, parameter, key, self._created[id(parameter), fqn])
+
+
+def _follows_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True if torch's own load_state_dict() converts the state of an optimizer to the dtype of the parameters.
+    Optimizers whose state has dtypes of its own, as that of 8-bit ones with its tables, have a method of their own.
+    """
+    return all(
+        getattr(type(optimizer), name, None) is getattr(torch.optim.Optimizer, name, None)
+        for name in ("load_state_dict", "_process_value_according_to_param_policy")
+    )
 
 
 def _becomes_number(own: Any, stored: StoredTensor) -> bool:

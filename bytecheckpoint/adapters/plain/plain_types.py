@@ -128,7 +128,7 @@ def advice_for(value: Any) -> str:
                 "place of shuffle=True, or take torchdata's StatefulDataLoader, and save "
                 "bytecheckpoint.DataLoaderState(value, rank=..., size=...): see docs/data.md"
             )
-        case ElasticLoader():
+        case _ if issubclass(type(value), ElasticLoader):  # of the class: some values make what they are asked for
             return "save bytecheckpoint.DataLoaderState(value, rank=..., size=...): see docs/data.md"
         case np.random.Generator():
             return "save bytecheckpoint.RankLocal(value), or save value.bit_generator.state and assign it"

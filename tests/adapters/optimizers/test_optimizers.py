@@ -336,6 +336,27 @@ def test_state_gets_the_dtype_of_its_parameter_as_torch_does_it(
     step(model, optimizer)
 
 
+class WithTable(torch.optim.SGD):
+    """Keeps state that is float32 whatever the parameters are, as 8-bit optimizers do."""
+
+    def step(self, _closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"step": torch.ones(1), "table": torch.linspace(0, 1, 5)}
+
+    def load_state_dict(self, _state_dict: Any) -> None:
+        raise NotImplementedError
+
+
+def test_state_with_a_dtype_of_its_own_keeps_it_beside_parameters_of_another(tmp_path: Path) -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2, dtype=torch.bfloat16)
+    optimizer, fresh = WithTable(model.parameters()), WithTable(other.parameters())
+    optimizer.step()
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": other, "optimizer": fresh}, cast=True)
+    for saved, loaded in zip(model.parameters(), other.parameters(), strict=True):
+        assert same_value(optimizer.state[saved], fresh.state[loaded])
+
+
 def test_tied_weights_have_one_state(tmp_path: Path) -> None:
     tokens = torch.arange(6)
 
