@@ -243,6 +243,7 @@ class ManagedSaves:
             before_commit=partial(self._before_commit, self._owned, step, pin=pin),
             check=partial(generation.check, outcome=""),
             root_objects=partial(abandoned_steps.unwritten_abandoned, self._run.store, self.new_branch),
+            after_failure=partial(generation.check, outcome=""),
         )
 
     def _before_commit(self, owned: OwnedRoot, step: int, *, pin: bool) -> None:
