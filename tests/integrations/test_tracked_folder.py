@@ -13,10 +13,10 @@ from bytecheckpoint.errors import StorageError
 from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder, folder_at
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
+DIRECT = bcp.SaveOptions()
 
-def save(
-    folder: TrackedFolder, name: str, before: list[str | None], *, options: bcp.SaveOptions = bcp.SaveOptions()
-) -> None:
+
+def save(folder: TrackedFolder, name: str, before: list[str | None], *, options: bcp.SaveOptions = DIRECT) -> None:
     """Saves, and adds what the file held before."""
     folder.save(
         name,
