@@ -32,7 +32,7 @@ from bytecheckpoint.distributed.liveness.peer_watch import PeerWatch, host_of
 from bytecheckpoint.distributed.store_limits import run_with_timeout, store_lost
 from bytecheckpoint.distributed.store_values import get_message, get_messages, keys_of, put_message
 from bytecheckpoint.distributed.waiting import CallStore
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
 
 T = TypeVar("T")
 
@@ -268,10 +268,8 @@ class GroupRanks:
         if len(set(payloads)) == 1:
             return self._broadcast(payloads[COORDINATOR])
         for leader in self._blocks.leaders if self._blocks.are_several else ():
-            block_payloads = list(payloads[leader : leader + self._blocks.block_ranks])
-            keys = put_message(
-                self._store, down_key(self._num_down, block_name(leader)), msgspec.msgpack.encode(block_payloads)
-            )
+            message = msgspec.msgpack.encode(list(payloads[leader : leader + self._blocks.block_ranks]))
+            keys = put_message(self._store, down_key(self._num_down, block_name(leader)), message)
             (self._keys if leader == COORDINATOR else self._large_keys).extend(keys)
         for rank in () if self._blocks.are_several else range(1, self.num_ranks):
             self._put(down_key(self._num_down, str(rank)), payloads[rank])
@@ -301,8 +299,9 @@ class GroupRanks:
         for reader in {self._blocks.leader, COORDINATOR} - {self.rank}:
             self._ring(reader)
         try:
-            while not self._has_given_up:  # messages that were under way come first
-                self._receive_down()
+            with suppress(CheckpointMismatchError):  # the coordinator made another call
+                while not self._has_given_up:  # messages that were under way come first
+                    self._receive_down()
         except RankFailedError as verdict:
             return verdict.error
         self._leave(all_failed=True)

@@ -236,15 +236,15 @@ class ManagedSaves:
         """Returns the owner that rank 0 asks before it commits; None on the other ranks, which never ask."""
         if self._owned is None:
             return None
-        generation = self._owned.generation
+        generation, clock = self._owned.generation, self._owned.clock
+        check, pinned = partial(generation.check, outcome=""), step if pin else None
         return SaveOwner(
             generation.save_id_prefix,
             may_replace=partial(self._may_replace, self._owned, step),
             before_commit=partial(self._before_commit, self._owned, step, pin=pin),
-            check=partial(generation.check, outcome=""),
-            root_objects=partial(
-                step_records.unwritten, self._run.store, self.new_branch, step if pin else None, self._owned.clock.now
-            ),
+            check=check,
+            root_objects=partial(step_records.unwritten, self._run.store, self.new_branch, pinned, clock.now),
+            after_failure=check,
         )
 
     def _before_commit(self, owned: OwnedRoot, step: int, *, pin: bool) -> None:

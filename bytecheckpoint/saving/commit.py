@@ -105,9 +105,10 @@ def telling_of_another_owner(target: SaveTarget) -> Iterator[None]:
         yield
     except (CheckpointError, RankFailedError) as failure:
         error = failure.error if isinstance(failure, RankFailedError) else failure
-        if target.owner is not None and error.kind != "rank_missing":
+        owner = target.owner
+        if owner is not None and owner.after_failure is not None and error.kind != "rank_missing":
             with suppress(StorageError):
-                target.owner.check()
+                owner.after_failure()
         raise
 
 

@@ -60,6 +60,8 @@ class SaveOwner(NamedTuple):
     root_objects: Callable[[], Sequence[RootObject]] = tuple
     """Called by the coordinator of a save through a local stage. Returns what `before_commit` would write to the root,
     which recovery writes if it commits the save."""
+    after_failure: Callable[[], None] | None = None
+    """Called by the coordinator when the save fails before the commit. Raises like `check`, and changes nothing."""
 
 
 class SaveTarget(NamedTuple):

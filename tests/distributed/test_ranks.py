@@ -548,6 +548,21 @@ def test_a_rank_that_gets_the_answer_to_another_call_says_which_calls_were_made(
     assert store.num_keys() == 0
 
 
+def test_a_rank_that_failed_before_it_gets_the_answer_to_another_call_keeps_its_error_and_leaves() -> None:
+    store = HashStore()
+    coordinator, other = (
+        GroupRanks(lambda: call_store(store), rank, NAMES[:2], 20.0, block_ranks=64, call=call, watch=None)
+        for rank, call in enumerate(["CheckpointManager", "save"])
+    )
+    coordinator.broadcast(b"not of a save")
+    with pytest.raises(CheckpointError, match="cannot plan"), together(other, "trying", about=ABOUT):
+        raise ValueError("cannot plan")
+    started = time.monotonic()
+    coordinator.close()
+    assert time.monotonic() - started < 5
+    assert store.num_keys() == 0
+
+
 def test_of_ranks_that_fail_the_one_that_says_what_failed_counts() -> None:
     """The others may only have missed it: a connection that ends says less than the error of the rank behind it."""
     lost = CheckpointError("rank 1 is gone", kind="rank_missing", ranks=(1,))

@@ -139,7 +139,7 @@ def load_state(accelerator: Any, path: str | os.PathLike[str] | None = None, **a
     Raises:
         ValueError: As for `save_state`, except for `step`.
         CheckpointMismatchError: accelerate itself has written the folder (`conflict`), or the checkpoint has a model
-            and none is prepared yet.
+            and none is prepared yet; `exclude="model.*"` loads the rest alone.
         CheckpointError: As `bytecheckpoint.load` raises it.
     """
     _refuse_backend(accelerator)

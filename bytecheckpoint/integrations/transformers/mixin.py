@@ -29,6 +29,7 @@ from bytecheckpoint.integrations.transformers.folders import (
     put_trainer_state,
 )
 from bytecheckpoint.integrations.transformers.saves import BesideFiles, Limit, TrainerSaves
+from bytecheckpoint.integrations.transformers.uncalled_saves import warn_of_saves
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.storage.credentials import showable_url
@@ -190,14 +191,10 @@ class BcpTrainerMixin(Trainer):
         # The handler of this option would save on the rank that got the signal, without the others. AgreedStop does
         # the work of that handler.
         self.args.enable_jit_checkpoint = False
-        mro = type(self).__mro__
-        for each in mro[mro.index(BcpTrainerMixin) + 1 : mro.index(Trainer)]:
-            if "_save_checkpoint" in vars(each):
-                logger.warning(
-                    "%s._save_checkpoint is not called, because BcpTrainerMixin saves in its place: move what it adds "
-                    "to an on_save callback, or to a class before the mixin",
-                    each.__name__,
-                )
+        self._bcp_order = PassOrder()
+        if self.args.process_index == 0:
+            mro = type(self).__mro__
+            warn_of_saves(mro[mro.index(BcpTrainerMixin) + 1 : mro.index(Trainer)])
 
     # ---- Saving
 
@@ -352,9 +349,9 @@ class BcpTrainerMixin(Trainer):
             num_to_skip = 0 if self.args.ignore_data_skip else steps_trained_in_current_epoch
             self._bcp_rest = RestOfPass(self._bcp_data, num_to_skip=num_to_skip)
             train_dataloader = self._bcp_rest.as_loader()
-        is_resumed = self._bcp_report is not None and kwargs["epoch"] == kwargs["epochs_trained"]
-        self._bcp_is_in_pass = is_resumed and steps_trained_in_current_epoch > 0 and self._bcp_data is None
-        if self._bcp_is_in_pass:
+        is_resumed = kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]
+        self._bcp_is_in_pass = is_resumed and steps_trained_in_current_epoch > 0
+        if self._bcp_is_in_pass and self._bcp_report is not None and self._bcp_data is None:
             self._bcp_order.restore()
         else:
             self._bcp_order.note()
@@ -366,14 +363,15 @@ class BcpTrainerMixin(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Sets the random state to what was loaded, once more: the loader has drawn from it for the first batch."""
+        self._bcp_order.put_back()  # where nothing was loaded, as for a rank that the save did not have
         if self._bcp_report is None:
             super()._load_rng_state(checkpoint)
         elif self._bcp_resume.record is not None and "rng" in self._bcp_resume.record.entries:
             self._bcp_report.restore_rng()
             if self._bcp_rest is not None:
                 self._bcp_rest.draw_as_begun()
-            if not self._bcp_is_in_pass:
-                self._bcp_order.note()
+        if not self._bcp_is_in_pass:
+            self._bcp_order.note()
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         if self._bcp_saves is not None:

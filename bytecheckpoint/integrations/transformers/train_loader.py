@@ -42,6 +42,7 @@ class PassOrder(RngState):
 
     def __init__(self) -> None:
         super().__init__(at={})
+        self._replaced: dict[str, Any] = {}
         self.note()
 
     def note(self) -> None:
@@ -50,7 +51,13 @@ class PassOrder(RngState):
 
     def restore(self) -> None:
         """Sets the generators to the state in which the pass began."""
+        self._replaced = super().state_dict()
         super().load_state_dict(self._noted)
+
+    def put_back(self) -> None:
+        """Sets the generators to the state that `restore` has replaced, if it has replaced one."""
+        super().load_state_dict(self._replaced)
+        self._replaced = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at, "begun": self._noted}  # nested: nothing else takes it for the present random state

@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 from bytecheckpoint.integrations.transformers import BcpTrainerMixin, last_checkpoint  # noqa: E402
 from bytecheckpoint.integrations.transformers.saves import Limit, TrainerSaves  # noqa: E402
+from bytecheckpoint.integrations.transformers.train_loader import PassOrder  # noqa: E402
 from bytecheckpoint.storage import layout  # noqa: E402
 from bytecheckpoint.tools.analysis.diagnosis.checkpoint_diagnosis import diagnose  # noqa: E402
 from frameworks.going_on import go_on  # noqa: E402
@@ -94,6 +95,29 @@ def test_an_order_that_a_sampler_draws_from_the_random_state_goes_on(tmp_path: P
     resumed = trainer(tmp_path, train_sampling_strategy="group_by_length")
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
     assert is_same_run(resumed, whole)
+
+
+def test_such_an_order_goes_on_in_a_pass_that_began_at_a_folder_of_the_trainer(tmp_path: Path) -> None:
+    sampling = {"train_sampling_strategy": "group_by_length"}
+    trainer(tmp_path, kind=transformers.Trainer, max_steps=6, **sampling).train()
+    whole = trainer(tmp_path, **sampling)
+    whole.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    resumed = trainer(tmp_path, **sampling)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert is_same_run(resumed, whole)
+
+
+def test_the_order_of_a_pass_leaves_the_random_numbers_of_a_rank_that_has_none_saved() -> None:
+    torch.manual_seed(1)
+    order = PassOrder()
+    torch.manual_seed(2)
+    order.restore()
+    assert torch.initial_seed() == 1
+    order.put_back()
+    assert torch.initial_seed() == 2
+    torch.manual_seed(3)
+    order.put_back()
+    assert torch.initial_seed() == 3
 
 
 def test_a_checkpoint_is_complete_and_loads_without_the_trainer(tmp_path: Path) -> None:
@@ -404,9 +428,16 @@ def test_a_save_of_a_subclass_that_is_not_called_is_warned_of(tmp_path: Path, ca
         def _save_checkpoint(self, *_: Any) -> None:
             raise AssertionError
 
-    trainer(tmp_path, kind=type("Mine", (BcpTrainerMixin, Averaging), {}), max_steps=2).train()
+    class OfLibrary(transformers.Trainer):
+        __module__ = "trl.trainer.sft_trainer"  # adds a model card, and users cannot move that
+
+        def _save_checkpoint(self, *_: Any) -> None:
+            raise AssertionError
+
+    for theirs in (Averaging, Averaging, OfLibrary):
+        trainer(tmp_path, kind=type("Mine", (BcpTrainerMixin, theirs), {}), max_steps=2).train()
     warned = [each.getMessage() for each in caplog.records if "is not called" in each.getMessage()]
-    assert [text.split()[0] for text in warned] == ["Averaging._save_checkpoint"]
+    assert [text.split()[0] for text in warned] == ["Averaging._save_checkpoint"]  # once in a process
 
 
 def test_training_leaves_no_thread_that_deletes(tmp_path: Path) -> None:
