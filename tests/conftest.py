@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# torch asks the DNS for the names of each connection to a store. Where one question in fifty gets no answer, tests
+# waited 5 s for it hundreds of times.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # How long an example takes says how busy the machine is, and nothing of what is tested.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")

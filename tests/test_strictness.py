@@ -518,12 +518,18 @@ def test_cast_converts_and_reports(tmp_path: Path) -> None:
     assert report.cast == ["s.a", "s.b", "s.d"]
 
 
-def test_cast_of_a_model_keeps_the_optimizer_as_it_was_saved(saved: Path) -> None:
+def test_cast_of_a_model_casts_state_that_has_its_dtype_so_that_steps_go_on(saved: Path) -> None:
     model = mlp(1).bfloat16()
     optimizer = torch.optim.Adam(model.parameters())
-    bcp.load(saved, {"model": model, "optimizer": optimizer}, cast=True)
-    assert same_bits(model[0].weight, training_state(0)["model"][0].weight.bfloat16())
-    assert same_value(optimizer.state_dict(), training_state(0)["optimizer"].state_dict())
+    report = bcp.load(saved, {"model": model, "optimizer": optimizer}, cast=True)
+    stored = training_state(0)
+    assert same_bits(model[0].weight, stored["model"][0].weight.bfloat16())
+    own, saved_state = optimizer.state[model[0].weight], stored["optimizer"].state[stored["model"][0].weight]
+    assert same_value(own["step"], saved_state["step"])
+    assert same_bits(own["exp_avg_sq"], saved_state["exp_avg_sq"].bfloat16())
+    assert "optimizer.state.0.weight.exp_avg_sq" in report.cast
+    model(torch.ones(4, model[0].in_features, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
 
 
 def test_the_report_tells_what_was_loaded(saved: Path) -> None:
