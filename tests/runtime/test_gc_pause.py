@@ -90,26 +90,6 @@ def test_a_signal_handler_that_pauses_at_the_end_of_a_pause_leaves_the_collector
         gc.enable()
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_child_that_is_forked_while_a_pause_ends_has_the_collector_on() -> None:
-    codes: list[int] = []
-
-    def fork() -> None:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0 if gc.isenabled() else 1)
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-    def fork_in_another_thread() -> None:
-        forking = threading.Thread(target=fork)
-        forking.start()
-        forking.join()
-
-    with while_a_pause_ends(fork_in_another_thread):
-        pass
-    assert codes == [0]
-
-
 def test_training_goes_on_with_the_collector_while_a_lazy_save_waits_for_other_ranks(tmp_path: Path) -> None:
     has_returned = threading.Event()
     seen: dict[str, bool] = {}
