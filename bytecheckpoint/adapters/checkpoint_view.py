@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from bytecheckpoint.adapters.data.stream_wire import decode_stored, has_mark
+from bytecheckpoint.adapters.data.stream_wire import decode_loader_state, is_loader_state
 from bytecheckpoint.adapters.expectation import RankMissing
 from bytecheckpoint.adapters.key_map import Globs, KeyMap, Renamer, UnusedRule, renamed_alike
 from bytecheckpoint.adapters.plain.manifest_trees import (
@@ -176,11 +176,12 @@ class CheckpointView:
 
     @cached_property
     def trees(self) -> dict[str, Any]:
-        """Plain data by the checkpoint FQN of its entry, `reshape` applied. Of values that ranks saved for themselves,
-        this rank's; if it has none, `RankMissing`, or for extra_state what all of those ranks saved alike.
+        """Plain data by the checkpoint FQN of its entry, with TensorRefs, `reshape` applied, and the streams of a data
+        loader as `trees_at` says. Of values that ranks saved for themselves, this rank's; if it has none,
+        `RankMissing`, or for extra_state what all of those ranks saved alike.
         """
         trees = {
-            fqn: decode_stored(data) if has_mark(data) and not self._is_tree(fqn) else decode_plain(data)
+            fqn: decode_loader_state(data) if is_loader_state(data) and not self._is_tree(fqn) else decode_plain(data)
             for fqn, data in self._manifest.objects.items()
         }
         if self._reshape is not None:

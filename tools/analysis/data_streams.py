@@ -81,9 +81,14 @@ def data_records(manifest: Manifest) -> list[DataRecord]:
     """Returns a record of each complete state of a data loader, sorted by FQN. Raises the errors of decoding plain
     data.
     """
-    from bytecheckpoint.adapters.data.stream_wire import StreamTable, decode_stored, has_mark, is_whole  # noqa: PLC0415
+    from bytecheckpoint.adapters.data.stream_wire import (  # noqa: PLC0415
+        StreamTable,
+        decode_loader_state,
+        is_loader_state,
+        is_whole,
+    )
 
-    trees = {fqn: decode_stored(data) for fqn, data in manifest.objects.items() if has_mark(data)}
+    trees = {fqn: decode_loader_state(data) for fqn, data in manifest.objects.items() if is_loader_state(data)}
     complete = {
         fqn: tree
         for fqn, tree in trees.items()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.data.stream_wire import LAYOUT_KEYS, has_mark
+from bytecheckpoint.adapters.data.stream_wire import LAYOUT_KEYS, is_loader_state
 from bytecheckpoint.adapters.plain.manifest_trees import stored_leaves
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, is_content_fqn, keep_in_tree
 from bytecheckpoint.adapters.shards import dtype_name
@@ -60,7 +60,7 @@ def named_values(manifest: Manifest, is_wanted: Callable[[str], bool]) -> NamedV
 
 def _leaves(manifest: Manifest) -> Iterator[tuple[ValueKey, Any]]:
     for fqn, data in manifest.objects.items():
-        layout = {f"{fqn}.{key}" for key in LAYOUT_KEYS} if has_mark(data) else set()
+        layout = {f"{fqn}.{key}" for key in LAYOUT_KEYS} if is_loader_state(data) else set()
         for leaf, value in stored_leaves(decode_plain(data), fqn).items():
             if leaf not in layout:
                 yield ValueKey(leaf, None), value

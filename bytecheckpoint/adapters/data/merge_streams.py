@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
-from bytecheckpoint.adapters.data.stream_wire import StreamsPart, encode_stored
+from bytecheckpoint.adapters.data.stream_wire import StreamsPart, encode_loader_state
 from bytecheckpoint.adapters.expectation import Scope
 from bytecheckpoint.adapters.plain.plain_data import decode_plain
 from bytecheckpoint.adapters.plain.plain_tree import leaves
@@ -78,7 +78,7 @@ def merge_streams(fqn: str, parts: Mapping[int, tuple[Scope, bytes]]) -> MergedS
         owners.update(dict.fromkeys(own, part.dp_rank))
     problems += _without_owner(fqn, first, decoded, by_dp_rank, owners)
     problems += _ambiguous(fqn, streams, by_dp_rank, owners)
-    return MergedStreams(b"" if problems else encode_stored(first, streams, owners), problems)
+    return MergedStreams(b"" if problems else encode_loader_state(first, streams, owners), problems)
 
 
 def conflict_of_streams(problems: Sequence[StreamProblem]) -> CheckpointMismatchError:

@@ -14,7 +14,7 @@ import torch
 from bytecheckpoint.adapters.data.loader_entry import DataLoaderEntry
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState
 from bytecheckpoint.adapters.data.merge_streams import listed_ids, merge_streams
-from bytecheckpoint.adapters.data.stream_wire import decode_stored, encode_state
+from bytecheckpoint.adapters.data.stream_wire import decode_loader_state, encode_state
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, fits_inline
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest.plain_wire import unsupported
@@ -74,7 +74,7 @@ def load_positions(fqn: str, state: DataLoaderState, merged: bytes) -> None:
 
     Raises CheckpointMismatchError (conflict) if the positions are those of another loader. Then nothing is changed.
     """
-    loader, tree = state.streams, decode_stored(merged)
+    loader, tree = state.streams, decode_loader_state(merged)
     logged = tree["streams"]
     ids = sorted(loader.stream_ids())
     missing = [stream_id for stream_id in ids if stream_id not in logged]
@@ -92,7 +92,7 @@ def load_positions(fqn: str, state: DataLoaderState, merged: bytes) -> None:
 
 def position_trees(merged: bytes) -> dict[str, Any]:
     """Returns the position of each stream by its id."""
-    return dict(decode_stored(merged)["streams"])
+    return dict(decode_loader_state(merged)["streams"])
 
 
 def _checked(encoded: bytes, name: str, advice: str) -> bytes:

@@ -129,7 +129,7 @@ def _is_simple(value: Any, depth: int) -> bool:
     return _FLAT.issuperset(map(type, items)) or all(_is_simple(item, depth - 1) for item in items)
 
 
-def encode_stored(part: StreamsPart, streams: Mapping[str, msgspec.Raw], owners: Mapping[str, int]) -> bytes:
+def encode_loader_state(part: StreamsPart, streams: Mapping[str, msgspec.Raw], owners: Mapping[str, int]) -> bytes:
     """Returns the object of a manifest. `part` is that of any rank: only values that all ranks have in common are taken
     from it.
     """
@@ -148,13 +148,13 @@ def encode_stored(part: StreamsPart, streams: Mapping[str, msgspec.Raw], owners:
     return _encode(stored)
 
 
-def has_mark(data: bytes) -> bool:
+def is_loader_state(data: bytes) -> bool:
     """Returns True if an object of a manifest is the state of a data loader, as its first key says."""
     is_short_map = bool(data) and data[0] >> 4 == 0x8
     return is_short_map and data[1 : 1 + len(_MARK_BYTES)] == _MARK_BYTES
 
 
-def decode_stored(data: bytes) -> Any:
+def decode_loader_state(data: bytes) -> Any:
     """Returns the state of a data loader as `decode_plain` does, but with a StreamTable in place of its streams;
     data in a form that this release does not know as `decode_plain` alone. Raises the errors of `decode_plain`.
     """

@@ -86,11 +86,11 @@ class Part:
 
 def entry_part(fqn: str, tree: Any, manifest: Manifest) -> Part:
     """Returns the part for an entry whose plain data is `tree`."""
-    from bytecheckpoint.adapters.data.stream_wire import has_mark  # noqa: PLC0415 - it needs torch
+    from bytecheckpoint.adapters.data.stream_wire import is_loader_state  # noqa: PLC0415 - it needs torch
 
     part = Part(name=fqn, kind="values", holds=_value_text(tree), into="a value under this name")
     refs = _tensor_fqns(tree)
-    if has_mark(manifest.objects[fqn]):
+    if is_loader_state(manifest.objects[fqn]):
         size = tree.get("size") if isinstance(tree, dict) else None
         of = count_text(size, "data-parallel rank") if type(size) is int else "ranks"
         return replace(part, kind="data", holds=f"a data loader of {of}", into="a bcp.DataLoaderState")
