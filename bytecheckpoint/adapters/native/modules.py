@@ -110,8 +110,8 @@ class ModuleEntry:
         return merged(flat)
 
     def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
-        """Yields every parameter that is not flat, and its name in the model. A tied one comes once for each module of
-        the entry, under its first name there.
+        """Yields every parameter that is not flat memory, and its name in the entry. A tied one comes once, under
+        its first name; where the entry has several stages, once for each stage that holds it.
         """
         for part in self._parts:
             replaced = () if part.flat is None else part.flat.replaced

@@ -26,7 +26,9 @@ class NamesParameters(Protocol):
     fqn: str
 
     def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
-        """Yields every parameter that is not flat memory, and its name in the entry; a tied one once a module."""
+        """Yields every parameter that is not flat memory, and its name in the entry. A tied one comes once, under
+        its first name; where the entry has several stages, once for each stage that holds it.
+        """
 
     def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
         """Yields the id of each tensor of flat memory that an optimizer may have, with the parts that lie in it."""
