@@ -36,7 +36,8 @@ class PreparedLoader:
         self._accelerator, self._loader, self._is_current, self._loads = accelerator, loader, is_current, loads
         self._pass = PASSES.get(core_of(loader))
         self._resume = RESUMES.get(core_of(loader))
-        self._taken: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
+        self._loaded_state: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
+        """States of streams, and the shared state, that a load gave; None if it gave none."""
 
     def stream_ids(self) -> Sequence[str]:
         """Returns the id of this rank's state; an empty list in a load, so that any number of ranks fits."""
@@ -88,15 +89,15 @@ class PreparedLoader:
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
         """Keeps the state for `go_on`."""
-        self._taken = streams, shared
+        self._loaded_state = streams, shared
 
     def go_on(self, name: str, restore_rng: Callable[[], object] | None) -> None:
         """Brings the loader to the position that was loaded; does nothing if `include` or `exclude` left it out. Some
         of this is done when the next pass begins; `restore_rng` is called when that pass has given its first batch.
         """
-        if self._taken is None:  # left out by `include` or `exclude`
+        if self._loaded_state is None:  # left out by `include` or `exclude`
             return
-        streams, shared = self._taken
+        streams, shared = self._loaded_state
         loader, num_ranks, rank = self._loader, self._accelerator.num_processes, self._accelerator.process_index
         stream = streams.get(_id_of(rank)) if shared["num_ranks"] == num_ranks else None
         if hasattr(loader, "set_epoch"):
