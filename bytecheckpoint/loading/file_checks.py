@@ -67,8 +67,8 @@ def plan_again(source: Source, match: Match, *, checked: Sequence[Fetch]) -> lis
 
 
 def bad_sums(ranks: Ranks, source: Source, matched: Matched) -> Mapping[str, str]:
-    """Returns on every rank, by the FQN of the entry, the texts of all conflicts that some rank finds. All ranks must
-    call it, also those that sum nothing: each may be the only one that can read some of the files.
+    """Returns on every rank, by the FQN of the entry, the conflict of each sum that some rank finds out of range. All
+    ranks must call it, also those that sum nothing: each may be the only one that can read some of the files.
 
     Raises the errors of reading.
     """
