@@ -21,7 +21,7 @@ from bytecheckpoint.storage.object_io import open_block
 from bytecheckpoint.storage.paths import temporary_name
 
 _WHOLE_BYTES = 32 << 20
-"""Up to this size an object is sent in one call, whatever the backend."""
+"""Up to this size an object is sent in one call, unless it is written under a temporary name and moved."""
 _CALL_BYTES = 32 << 20
 """Bytes passed to the backend, or read back, in one call."""
 _MAX_PARTS = 9000
