@@ -25,13 +25,13 @@ class FoundCheckpoint(NamedTuple):
     """A checkpoint whose manifest was not read yet."""
 
     store: Store
-    levels: int
-    """Levels from the path that was given up to the store's root: 0 for a folder, 1 for a file; 2 more in a snapshot of
-    the Hugging Face cache."""
     folder: str
     """Path inside the store."""
     foreign: ForeignPlace | None
     """None for a checkpoint of this library."""
+    levels: int = 0
+    """Levels from the path that was given up to the store's root: 0 for a folder, 1 for a file; 2 more in a snapshot of
+    the Hugging Face cache."""
 
     @property
     def path(self) -> str:
@@ -72,7 +72,7 @@ def find_checkpoint(path: str, step: int | Literal["latest"] | None, opening: Op
     path = from_root(path)
     store = opening.store(path)
     try:
-        found_here = FoundCheckpoint(store, 0, layout.find_checkpoint(store, step, location=str(store)), None)
+        found_here = FoundCheckpoint(store, layout.find_checkpoint(store, step, location=str(store)), None)
         return _in_hub(found_here, path, opening)  # the files of a manifest in a snapshot may be links out of it
     except CheckpointNotFoundError:
         found = _find_foreign(path, store, step, opening)
@@ -86,7 +86,7 @@ def open_folder(path: str, opening: Opening) -> tuple[Store, str]:
     snapshot of the Hugging Face cache.
     """
     path = from_root(path)
-    found = _in_hub(FoundCheckpoint(opening.store(path), 0, "", None), path, opening)
+    found = _in_hub(FoundCheckpoint(opening.store(path), "", None), path, opening)
     return found.store, found.folder
 
 
@@ -105,10 +105,10 @@ def _find_foreign(
         listing = {}
     if isinstance(step, int):
         place = find_step(store, step, listing)
-        return None if place is None else FoundCheckpoint(store, 0, place.folder, place)
+        return None if place is None else FoundCheckpoint(store, place.folder, place)
     if listing:
         place = find_folder(store, "", listing) or (find_step(store, None, listing) if step == "latest" else None)
-        return None if place is None else _in_hub(FoundCheckpoint(store, 0, place.folder, place), path, opening)
+        return None if place is None else _in_hub(FoundCheckpoint(store, place.folder, place), path, opening)
     parent, name = split_path(path)
     if not name:
         return None
@@ -121,7 +121,7 @@ def _find_foreign(
         return None  # the path was looked at, and nothing is there: the folder above is not a concern of the caller's
     if num_bytes is None:
         return None
-    found = _in_hub(FoundCheckpoint(above, 1, "", None), parent, opening)
+    found = _in_hub(FoundCheckpoint(above, "", None, levels=1), parent, opening)
     return found._replace(foreign=find_file(found.store, found.folder, name, num_bytes))
 
 
@@ -138,7 +138,7 @@ def _in_hub(found: FoundCheckpoint, path: str, opening: Opening) -> FoundCheckpo
         return found
     folder = f"{snapshots}/{revision}"
     place = found.foreign and found.foreign._replace(folder=folder)
-    return FoundCheckpoint(store, found.levels + _HUB_LEVELS, folder, place)
+    return FoundCheckpoint(store, folder, place, levels=found.levels + _HUB_LEVELS)
 
 
 def from_root(path: str) -> str:

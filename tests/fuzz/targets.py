@@ -169,7 +169,7 @@ def read_distcp_metadata(data: bytes) -> None:
 def read_torch_file(data: bytes) -> None:
     """A whole file of torch.save."""
     store = MemoryStore({"file.pt": data})
-    _read_found(FoundCheckpoint(store, 0, "", find_file(store, "", "file.pt", len(data))))
+    _read_found(FoundCheckpoint(store, "", find_file(store, "", "file.pt", len(data))))
 
 
 def read_sharded_values(data: bytes) -> None:
@@ -193,7 +193,7 @@ def read_folder(data: bytes) -> None:
     store = MemoryStore(unpack(data) or {})
     place = find_folder(store, "", store.list(""))
     if place is not None:
-        _read_found(FoundCheckpoint(store, 0, "", place))
+        _read_found(FoundCheckpoint(store, "", place))
 
 
 def _read_found(found: FoundCheckpoint) -> None:

@@ -167,8 +167,7 @@ def _checkpoint_in(store: Store, folder: str, entries: Mapping[str, int | None])
     step, is_own = layout.parse_step(folder.rpartition("/")[2]), layout.has_manifest(entries)
     foreign = None if is_own else find_folder(store, folder, entries)
     if is_own or foreign:
-        # 0 levels: the store's root is the path that was given.
-        return read_checkpoint(FoundCheckpoint(store, 0, folder, foreign), step, entries)
+        return read_checkpoint(FoundCheckpoint(store, folder, foreign), step, entries)
     data = store.list(join_name(folder, layout.DATA_FOLDER)) if layout.DATA_FOLDER in entries else {}
     if step is None and not any(map(_DATA_FILE.match, data)):
         return None
@@ -195,7 +194,7 @@ def _checkpoint_in_file(store: Store, folder: str, name: str, num_bytes: int) ->
             problem=f"{path} was not looked into: {error.message.removeprefix(f'{path}: ')}",
             is_refused=True,
         )
-    item = read_checkpoint(FoundCheckpoint(store, 0, folder, place), None)
+    item = read_checkpoint(FoundCheckpoint(store, folder, place), None)
     return item and replace(item, folder=join_name(folder, name))
 
 

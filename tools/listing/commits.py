@@ -117,9 +117,7 @@ class CommitWatch:
         return bytes(end)
 
     def _read(self, folders: Sequence[str]) -> list[ListedCheckpoint]:
-        listed = [
-            read_checkpoint(FoundCheckpoint(self._store, 0, folder, None), _step_of(folder)) for folder in folders
-        ]
+        listed = [read_checkpoint(FoundCheckpoint(self._store, folder, None), _step_of(folder)) for folder in folders]
         found = [item for item in listed if item is not None]
         # Manifests have whole seconds.
         return sorted(found, key=lambda item: (item.created_at.timestamp() if item.created_at else 0.0, item.step or 0))

@@ -105,12 +105,12 @@ def space_of(found: FoundCheckpoint, item: ListedCheckpoint) -> CheckpointSpace:
 
 def _found(store: Store, item: ListedCheckpoint) -> FoundCheckpoint:
     if item.format == OWN_FORMAT or item.problem:  # of one that cannot be read, nothing but its folder is looked at
-        return FoundCheckpoint(store, 0, item.folder, None)
+        return FoundCheckpoint(store, item.folder, None)
     folder, _, name = item.folder.rpartition("/")
     size = store.list(folder).get(name) if name else None
     if size is not None:
-        return FoundCheckpoint(store, 0, folder, find_file(store, folder, name, size))
-    return FoundCheckpoint(store, 0, item.folder, find_folder(store, item.folder, store.list(item.folder)))
+        return FoundCheckpoint(store, folder, find_file(store, folder, name, size))
+    return FoundCheckpoint(store, item.folder, find_folder(store, item.folder, store.list(item.folder)))
 
 
 def _bytes_below(store: Store, folder: str) -> int:
