@@ -12,6 +12,9 @@ from bytecheckpoint.data.sources import END, PassEnd, check_source, cursor_of, r
 from bytecheckpoint.data.stream_position import StreamPosition, position_of
 from bytecheckpoint.runtime.integers import integer_of
 
+_HOST = torch.device("cpu")
+"""Device of all rows, also where another one is torch's default: tokens that a load gives lie there."""
+
 
 class Packer:
     """Rows of exactly `length` tokens, cut from the documents of one source laid end to end.
@@ -61,7 +64,7 @@ class Packer:
         tokens = self._tokens()
         # Room for more, in powers of two: a shape that stays the same lets the next save reuse its plan.
         room = 1 << (max(tokens.numel(), self._length) - 1).bit_length()
-        tail = torch.zeros(room, dtype=tokens.dtype)
+        tail = torch.zeros(room, dtype=tokens.dtype, device=_HOST)
         tail[: tokens.numel()] = tokens
         return {
             "epoch": self._epoch,
@@ -108,7 +111,7 @@ class Packer:
 
     def _tokens(self) -> torch.Tensor:
         if self._row is None:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device=_HOST)
         return torch.cat([self._row, *self._documents]) if self._documents else self._row
 
     def _add(self, document: Any) -> None:
@@ -119,11 +122,12 @@ class Packer:
                 f"a Packer takes documents that are lists, arrays or tensors of tokens, and got a "
                 f"{type(document).__name__}: tokenize first, or pass key= to say where in a dict the tokens are"
             )
-        tokens = torch.tensor(document, dtype=torch.int64) if isinstance(document, list) else torch.as_tensor(document)
+        dtype = torch.int64 if isinstance(document, list) else None
+        tokens = torch.as_tensor(document, dtype=dtype, device=_HOST)
         if tokens.dim() != 1:
             raise ValueError(f"a document is one-dimensional; this one has the shape {tuple(tokens.shape)}")
         if self._row is None:
-            self._row = torch.empty(0, dtype=tokens.dtype)
+            self._row = torch.empty(0, dtype=tokens.dtype, device=_HOST)
         if tokens.dtype != self._row.dtype:
             raise ValueError(f"a document has tokens of {tokens.dtype} and those before it of {self._row.dtype}")
         self._documents.append(tokens)

@@ -345,6 +345,18 @@ def test_integers_of_numpy_are_taken_by_buffers_as_others_are() -> None:
     assert list(map(plain, second)) == list(map(plain, first))
 
 
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_rows_are_packed_on_the_host_whatever_device_is_the_default(kind: Any) -> None:
+    made = list(map(kind, [[1, 2, 3], [4, 5, 6], [7]]))
+    with torch.device("meta"):  # as after torch.set_default_device, which a trainer calls for its GPU
+        packer = Packer(made, 2)
+        first = next(iter(packer))
+        resumed = Packer(made, 2)
+        resumed.load_state_dict(packer.state_dict())
+        rest = list(resumed)
+    assert [row.tolist() for row in (first, *rest)] == [[1, 2], [3, 4], [5, 6]]
+
+
 @pytest.mark.parametrize("arguments", [{"size": 2.0}, {"size": 2, "seed": None}, {"size": True}])
 def test_a_buffer_whose_size_or_seed_is_no_integer_is_refused_at_once(arguments: Any) -> None:
     with pytest.raises(ValueError, match="size and seed of a ShuffleBuffer are integers, not"):
