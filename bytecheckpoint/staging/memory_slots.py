@@ -196,7 +196,7 @@ class JobMemory:
     def others(self) -> list[LivingProcess]:
         """Returns the other processes on this host that save for the job. Registers this one, as `process` does."""
         own = self.process.name
-        return [process for process in self.job.living() if process.has_saved and process.name != own]
+        return [process for process in self.job.living() if process.saves and process.name != own]
 
     def look_at(self, store: Store) -> None:
         """Reads, once, which steps the store has and the generation of the newest. A failure is only logged."""

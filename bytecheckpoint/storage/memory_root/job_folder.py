@@ -55,8 +55,8 @@ class LivingProcess(NamedTuple):
     """Time of its first call, by the clock of the host."""
 
     @property
-    def has_saved(self) -> bool:
-        """False for a process that has only resumed: it does not keep another job from saving."""
+    def saves(self) -> bool:
+        """True from its first save on, committed or not. A process that only resumes keeps no other job from saving."""
         return not self.name.endswith(_RESUMED)
 
 
