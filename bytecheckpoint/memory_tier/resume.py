@@ -72,7 +72,7 @@ class ResumeLoads(NamedTuple):
     at_path: Callable[..., LoadReport]
     """Loads `step` at the path, a number or "latest"."""
     opened: Callable[..., LoadReport]
-    """Loads the Source that `opened` returns for ranks and options."""
+    """Loads the Source that its argument `opened` returns for ranks and options."""
 
 
 class _Seen(msgspec.Struct, frozen=True, array_like=True):
