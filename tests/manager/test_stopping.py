@@ -90,6 +90,19 @@ def test_a_signal_stops_all_managers_of_a_process_and_none_after_they_are_closed
         signal.signal(signal.SIGUSR2, before)
 
 
+def test_a_signal_stops_the_manager_that_is_open_also_if_an_earlier_one_was_closed() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, _: seen.append(number))
+    try:
+        first, second = requests_of("SIGUSR2"), requests_of("SIGUSR2")
+        first.close()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert (first.reason, second.reason, seen) == ("", "SIGUSR2", [])
+        second.close()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
 def test_the_old_handler_comes_back_in_whatever_order_managers_close() -> None:
     old = signal.getsignal(signal.SIGTERM)
     first, second = requests_of("SIGTERM"), requests_of("SIGTERM")

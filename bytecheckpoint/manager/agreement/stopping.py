@@ -74,7 +74,7 @@ class StopRequests:
             self._old_handlers[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        old = self._old_handlers.get(signal.Signals(number))
+        old = self._handler_before(signal.Signals(number))
         is_other_manager = isinstance(getattr(old, "__self__", None), StopRequests)
         # A forked worker of a data loader inherits the handler, and must not stop anything but itself.
         if os.getpid() == self._pid and not self._is_closed:
@@ -117,9 +117,9 @@ class StopRequests:
 
     def _handler_before(self, number: signal.Signals) -> Any:
         """Returns the handler that was installed before, without those of managers that have closed since."""
-        old = self._old_handlers[number]
+        old = self._old_handlers.get(number)
         while isinstance(owner := getattr(old, "__self__", None), StopRequests) and owner._is_closed:
-            old = owner._old_handlers[number]
+            old = owner._old_handlers.get(number)
         return old
 
 
