@@ -334,6 +334,13 @@ def test_links_inside_the_root_and_a_root_that_is_a_link(tmp_path):
     assert store.list("b") == {"x": 1}
 
 
+@pytest.mark.parametrize("target", ["nowhere", "link", "folder/x/below"])
+def test_a_link_that_leads_to_nothing_is_not_listed(store, tmp_path, target):
+    put(store, "folder/x", b"1")
+    (tmp_path / "root" / "link").symlink_to(target)  # to nothing, to itself, to a name below a file
+    assert store.list("") == {"folder": None}
+
+
 def test_what_is_no_file_is_not_read(store, tmp_path):
     put(store, "folder/x", b"1")
     os.mkfifo(tmp_path / "root" / "pipe")  # opening it plainly would wait for ever

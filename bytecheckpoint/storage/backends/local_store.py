@@ -377,7 +377,7 @@ def _size(entry: os.DirEntry[str]) -> int | None:
     """
     try:
         status = entry.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the latter for a link to a name below a file
         return None
     except OSError as error:
         if error.errno == errno.EACCES and entry.is_symlink():
