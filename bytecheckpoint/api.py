@@ -302,14 +302,16 @@ def steps(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | Non
 def delete(
     path: str | os.PathLike[str], step: int | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
-    """Deletes one committed checkpoint: the one at `path`, or with `step` that one under it. One rank calls it.
+    """Deletes one committed checkpoint, pinned or not: the one at `path`, or with `step` that one under it. One rank
+    calls it.
 
     Deletes the manifest first, then the files of its save and a manager's records beside it: no reader finds a part of
     a checkpoint, and `bcp gc` finds the files that a killed or failed deletion leaves. Other files stay: those of the
     user, of other steps, and those that a link points to. Links to this checkpoint no longer load.
 
-    Raises CheckpointNotFoundError if no checkpoint is committed there, CheckpointCorruptError if its manifest cannot be
-    read, and StorageError; then nothing is deleted.
+    Raises CheckpointNotFoundError if no checkpoint is committed there, CheckpointCorruptError or UnsafeCheckpointError
+    if its manifest cannot be read, and StorageError; then nothing is deleted but, if the storage failed, perhaps the
+    manifest.
     """
     store = open_store(path, storage_options=storage_options, writer_threads=1)
     deletion.delete_checkpoint(store, layout.find_checkpoint(store, check_step(step), location=str(store)))

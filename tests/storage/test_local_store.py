@@ -795,6 +795,15 @@ def test_of_hundreds_of_deletions_one_that_fails_is_an_error(tmp_path):
         store.delete_many(names)
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
+def test_a_deletion_that_may_have_been_carried_out_does_not_promise_that_nothing_changed(store, monkeypatch, number):
+    put(store, "a/x", b"1")
+    monkeypatch.setattr(local_store_module, "sync_folder", _raising(number))
+    with pytest.raises(StorageError, match="what was to be deleted may be gone"):
+        store.delete("a/x")
+    assert store.list("a") == {}
+
+
 def test_a_look_into_a_folder_follows_no_link(tmp_path):
     store = LocalStore(str(tmp_path), writer_threads=1)
     put(store, "real/manifest.bcp", b"1")

@@ -101,6 +101,17 @@ def test_an_object_that_is_refused_is_an_error_like_that_of_a_single_deletion(s3
     assert store.list("") == {}
 
 
+def test_a_deletion_that_may_have_been_carried_out_does_not_promise_that_nothing_changed(s3, s3_prefix, s3_faults):
+    store = s3.store(s3_prefix, timeout_s=0.2)
+    names = put_many(store, 1)
+    s3_faults.choose = always("DELETE", Lose())
+    with pytest.raises(StorageError) as caught:
+        store.delete(names[0])
+    assert "changed" not in str(caught.value)
+    s3_faults.reset()
+    assert store.list("") == {}
+
+
 def test_a_bucket_that_may_not_be_deleted_from_keeps_what_is_there(s3_faults, store):
     names = put_many(store, 3)
     s3_faults.choose = always(f"DELETE|{MANY}", Refuse(403, "AccessDenied"))

@@ -58,7 +58,7 @@ def read_error(error: BaseException, path: str, *, reason: str, doing: str = "re
         return missing_file(path)
     refused = _refused(error, path, doing=doing, reason=reason)
     return refused or StorageError(
-        f"cannot {doing} {path}: {reason}; nothing stored was changed: check the storage, then try again",
+        f"cannot {doing} {path}: {reason}; {_what_changed(doing)}: check the storage, then try again",
         kind="unavailable",
         path=path,
     )
@@ -76,7 +76,7 @@ def _refused(error: BaseException, path: str, *, doing: str, reason: str) -> Sto
         )
     if number in _NO_DESCRIPTOR:
         return StorageError(
-            f"cannot {doing} {path}: {reason}; nothing stored was changed: raise the limit of open files "
+            f"cannot {doing} {path}: {reason}; {_what_changed(doing)}: raise the limit of open files "
             "(`ulimit -n`) or use fewer reader and writer threads",
             kind="unavailable",
             path=path,
@@ -88,6 +88,11 @@ def _refused(error: BaseException, path: str, *, doing: str, reason: str) -> Sto
             path=path,
         )
     return None
+
+
+def _what_changed(doing: str) -> str:
+    # A remote store may have lost its answer; a folder is synced after its files are gone.
+    return "what was to be deleted may be gone" if doing == "delete" else "nothing stored was changed"
 
 
 def _is_refused_by_server(error: BaseException) -> bool:

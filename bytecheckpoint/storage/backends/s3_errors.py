@@ -187,7 +187,7 @@ def to_store_error(
         return _storage_error(f"this service cannot {what}", shown, "use another one", kind="unsupported")
     if is_transient(error):
         advice = f"{_how_to_reach(error, service)}, then try again"
-        if is_write:  # it may have been carried out, and have replaced something
+        if doing in {"write", "delete"}:  # it may have been carried out
             return StorageError(f"cannot {what}: {advice}", kind="unavailable", path=shown)
         return _storage_error(f"cannot {what}", shown, advice, kind="unavailable")
     if is_write:
