@@ -22,7 +22,7 @@ class ShuffleBuffer:
     the source takes its place.
 
     The buffer is drained at the end of an epoch. The order follows from seed and epoch. State is the buffer's content,
-    the number of draws, and the state of the source; a load reads no sample twice and loses none.
+    the number of draws, and the state of the source: after a load no sample comes twice, and none is lost.
     """
 
     def __init__(self, source: Any, size: int, *, seed: int = 0) -> None:
