@@ -274,7 +274,7 @@ class StateInWaves:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Does nothing, because staging cannot end before the writer makes room."""
+        """Does nothing: writing must begin before staging ends, because it makes room."""
 
     @contextmanager
     def content(self, block: Block) -> Iterator[memoryview]:
