@@ -129,9 +129,9 @@ class BcpCheckpointManager(BaseCheckpointManager):
     # Saving
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - torchtitan's signature
-        is_stop = self._stop.end_step()
-        if self.config.load_only:
+        if self.config.load_only:  # then no signal is handled either
             return False
+        is_stop = self._stop.end_step()
         is_first = curr_step == 1 and self.config.enable_first_step_checkpoint
         is_due = is_stop or is_first or last_step or curr_step % self.config.interval == 0
         if is_due:
