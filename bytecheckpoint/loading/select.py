@@ -99,23 +99,23 @@ class Selection:
 class ModelNames(NamedTuple):
     """The names that a name map gives to tensors."""
 
-    entries: Mapping[str, str]
+    prefixes: Mapping[str, str]
     """Prefix of the name in the model, `model.` or nothing, by FQN of the model's tensors."""
     kept: frozenset[str]
     """FQNs that the map does not know, and that `keep_unmapped` keeps."""
 
-    def entry(self, fqns: Sequence[str]) -> str:
+    def prefix(self, fqns: Sequence[str]) -> str:
         """Returns the prefix of the model to which these tensors belong, or "" if none belongs to one. Of several
         models, takes the one without a prefix, else `model.`, else `module.`, else the first in the alphabet.
         """
-        found = {self.entries[fqn] for fqn in fqns if fqn in self.entries}
+        found = {self.prefixes[fqn] for fqn in fqns if fqn in self.prefixes}
         known = ["", *(f"{name}." for name in _MODELS)]
-        return next((entry for entry in known if entry in found), min(found, default=""))
+        return next((prefix for prefix in known if prefix in found), min(found, default=""))
 
     def not_of_model(self, fqns: Sequence[str]) -> dict[str, str]:
         """Returns, for each FQN that is not a tensor of the model, the reason."""
-        entry = self.entry(fqns)
-        others = [fqn for fqn in fqns if self.entries.get(fqn) != entry and fqn not in self.kept]
+        prefix = self.prefix(fqns)
+        others = [fqn for fqn in fqns if self.prefixes.get(fqn) != prefix and fqn not in self.kept]
         return dict.fromkeys(others, "no part of the model, by the name map")
 
 
@@ -146,7 +146,7 @@ def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNam
         )
     prefix = ""
     if request.to == "hf" and not (request.keep_names or request.rename):
-        prefix = names_of_map.entry(selected) if names_of_map else _common_entry(manifest, selected, trees)
+        prefix = names_of_map.prefix(selected) if names_of_map else _common_prefix(manifest, selected, trees)
     rename = Renamer(list(request.rename), "")
     names = {fqn: rename(fqn).removeprefix(prefix) for fqn in selected}
     _refuse_equal(names)
@@ -260,7 +260,7 @@ def _is_entry(name: str, manifest: Manifest, trees: Mapping[str, Any]) -> bool:
     return name in trees or manifest.foreign_format in {"", "deepspeed"}
 
 
-def _common_entry(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str, Any]) -> str:
+def _common_prefix(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str, Any]) -> str:
     """Returns the name of the entry that all these FQNs are below, with a dot; "" if there is none."""
     entries = {entry_of(fqn) for fqn in fqns}
     if len(entries) != 1 or not all("." in fqn for fqn in fqns):
