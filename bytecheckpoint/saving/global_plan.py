@@ -159,13 +159,13 @@ def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
         # Not before: after a conflict, every rank would have been asked for what all of them have.
         digests = digests_of(local_plan.plain) if sent_whole else {}
         cached.sent_whole = {fqn: digests[fqn] for fqn in sent_whole if fqn in digests}
-    in_stages: Sequence[str] = ()
+    in_pipeline_stages: Sequence[str] = ()
     while reply.send_all:
-        in_stages = reply.digested
-        reply = planner.exchange(_whole_message(local_plan, ranks, in_stages))
+        in_pipeline_stages = reply.digested
+        reply = planner.exchange(_whole_message(local_plan, ranks, in_pipeline_stages))
     is_new = cached is None or not reply.is_cached
     if is_new or cached is None:
-        rank_plan = _rank_plan(reply, local_plan, in_stages, ranks.num_ranks)
+        rank_plan = _rank_plan(reply, local_plan, in_pipeline_stages, ranks.num_ranks)
         rank_plan.global_plan, rank_plan.known_plain = planner.plan, planner.known_plain
         local_plan.plans.add(local_plan.fingerprint, rank_plan)
         if ranks.rank == COORDINATOR:
@@ -189,8 +189,8 @@ def _cached_message(
         items=None,
         aliases={},
         plain=plain,
-        stages={fqn: local_plan.stages[fqn] for fqn in cached.in_stages if fqn in local_plan.stages},
-        stage_digests=part_digests(local_plan.shards, cached.in_stages, local_plan.aliases),
+        stages={fqn: local_plan.stages[fqn] for fqn in cached.in_pipeline_stages if fqn in local_plan.stages},
+        stage_digests=part_digests(local_plan.shards, cached.in_pipeline_stages, local_plan.aliases),
         is_empty=local_plan.is_empty,
         digested_plain=digested_plain,
     )
@@ -233,7 +233,7 @@ class _GlobalPlanner:
         self.objects: Mapping[str, bytes] = {}
         self.rank_objects: Mapping[str, Mapping[int, bytes]] = {}
         self.known_plain: Mapping[bytes, bytes] = {}
-        self._in_stages: list[str] = []
+        self._in_pipeline_stages: list[str] = []
         """FQNs that pipeline stages share, for which digests were requested."""
 
     def exchange(self, message: LocalPlanMessage) -> PlanReply:
@@ -258,16 +258,16 @@ class _GlobalPlanner:
         elif cached is not None and is_cached:
             cached.known_plain = self.known_plain
             self.objects, self.rank_objects = merge_plain(plain, global_ranks)
-            check_pipeline_stages(cached.in_stages, stages, global_ranks)
+            check_pipeline_stages(cached.in_pipeline_stages, stages, global_ranks)
             replies = [PlanReply(save_id, cached.plan_id, is_cached=True, has_locations=cached.written is not None)]
         elif any(message.plan_id for message in messages):
             replies = [_SEND_ALL]
         elif self._needs_stage_digests(messages):
-            replies = [PlanReply(send_all=True, digested=self._in_stages)]
+            replies = [PlanReply(send_all=True, digested=self._in_pipeline_stages)]
         else:
             # Before the plan: two owners of a stream would also make that fail, with a less clear error.
             self.objects, self.rank_objects = merge_plain(plain, global_ranks)
-            check_pipeline_stages(self._in_stages, stages, global_ranks)
+            check_pipeline_stages(self._in_pipeline_stages, stages, global_ranks)
             packed = [message.items for message in messages if message.items is not None]
             self.plan = plan_save(
                 packed,
@@ -282,9 +282,12 @@ class _GlobalPlanner:
         return encoded if len(encoded) == len(payloads) else encoded * len(payloads)
 
     def _needs_stage_digests(self, messages: Sequence[LocalPlanMessage]) -> bool:
-        """Notes the FQNs that several stages hold; returns True if digests were not requested for just these before."""
-        requested, self._in_stages = self._in_stages, fqns_in_several_stages(message.stages for message in messages)
-        return self._in_stages != requested
+        """Notes the FQNs that several pipeline stages hold. Returns True unless digests were requested for just these
+        before.
+        """
+        requested = self._in_pipeline_stages
+        self._in_pipeline_stages = fqns_in_several_stages(message.stages for message in messages)
+        return self._in_pipeline_stages != requested
 
 
 def _still_holds(cached: RankPlan, messages: Sequence[LocalPlanMessage]) -> bool:
@@ -296,7 +299,9 @@ def _still_holds(cached: RankPlan, messages: Sequence[LocalPlanMessage]) -> bool
 
 
 @gc_paused()
-def _rank_plan(reply: PlanReply, local_plan: LocalSavePlan, in_stages: Sequence[str], num_ranks: int) -> RankPlan:
+def _rank_plan(
+    reply: PlanReply, local_plan: LocalSavePlan, in_pipeline_stages: Sequence[str], num_ranks: int
+) -> RankPlan:
     """Returns this rank's part of the global plan, made of the coordinator's reply."""
     items = local_plan.items()
     whole_items = np.flatnonzero(np.unpackbits(np.frombuffer(reply.whole, np.uint8), count=len(items))).tolist()
@@ -324,7 +329,7 @@ def _rank_plan(reply: PlanReply, local_plan: LocalSavePlan, in_stages: Sequence[
         files=files,
         compared=reply.compared,
         differing_replicas=reply.differing_replicas,
-        in_stages=in_stages,
+        in_pipeline_stages=in_pipeline_stages,
         num_items=len(items),
         parts=parts,
         mirrors=[

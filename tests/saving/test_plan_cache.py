@@ -320,7 +320,9 @@ def test_states_that_take_turns_are_saved_right_whether_their_plans_are_kept_or_
 def test_the_plan_that_was_used_longest_ago_goes_first() -> None:
     cache = PlanCache()
     plans = [
-        RankPlan(plan_id=str(n), files=[], compared=[], differing_replicas=[], in_stages=[], num_items=0, parts=[])
+        RankPlan(
+            plan_id=str(n), files=[], compared=[], differing_replicas=[], in_pipeline_stages=[], num_items=0, parts=[]
+        )
         for n in range(MAX_PLANS + 1)
     ]
     for number, plan in enumerate(plans[:MAX_PLANS]):

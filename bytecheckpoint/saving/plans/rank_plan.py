@@ -36,7 +36,7 @@ class RankPlan:
     """Groups of this rank's items that other ranks hold as small replicas. One digest is taken of a whole group."""
     differing_replicas: Sequence[str]
     """FQNs of replicas whose values differed when the plan was made."""
-    in_stages: Sequence[str]
+    in_pipeline_stages: Sequence[str]
     """FQNs that several pipeline stages hold: the plan holds only while each is the same tensor in all of them."""
     num_items: int
     """Number of write items of this rank."""
