@@ -112,7 +112,9 @@ class HostExchange:
                 self._host_ranks.send(rank, _HEARTBEAT)  # a taker without room for it has other messages to see
 
     def end_serving(self) -> None:
-        """Lets `serve` end on all threads, as soon as this rank has taken what it wants."""
+        """Lets `serve` end on all threads, as soon as this rank has taken what it wants. Call it only when this rank
+        announces no more units: nothing frees their memory once `serve` has ended.
+        """
         self._may_end = True
         self._wake()
 
