@@ -339,9 +339,11 @@ class _StreamsPass:
 
 
 def check_stream(stream_id: Any, source: Any) -> None:
-    """Raises ValueError if the id is no text or the source cannot be read."""
-    if not isinstance(stream_id, str) or not stream_id:
+    """Raises ValueError if the id is no text, or empty, or the source cannot be read pass after pass."""
+    if not isinstance(stream_id, str):
         raise ValueError(f"the id of a stream is a text; {stream_id!r} is a {type(stream_id).__name__}")
+    if not stream_id:
+        raise ValueError("the id of a stream is empty: give each stream a name, which checkpoints know it by")
     check_source(f"the source of stream {stream_id!r}", source)
 
 

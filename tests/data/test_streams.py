@@ -391,6 +391,7 @@ def test_sources_do_not_see_that_they_are_read_in_a_worker(monkeypatch: pytest.M
         (lists(1), {"rank": 1, "size": 1}, "rank 1 is not one of 1 ranks"),
         (lists(1), {"rank": 0, "size": 1, "snapshot_every": 0}, "1 or more"),
         ({1: []}, {"rank": 0, "size": 1}, "the id of a stream is a text; 1 is a int"),
+        ({"": []}, {"rank": 0, "size": 1}, "the id of a stream is empty"),
         ({"a": iter([])}, {"rank": 0, "size": 1}, "can be read once and never again"),
         ({"a": {"b": 1}}, {"rank": 0, "size": 1}, "a source is a sequence of samples or an iterable"),
         ({"a": 5}, {"rank": 0, "size": 1}, "the source of stream 'a' is a int"),
