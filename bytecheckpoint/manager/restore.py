@@ -123,13 +123,17 @@ def _refuse_occupied(store: Store) -> None:
     """Raises CheckpointMismatchError (conflict) if the root or a step has a checkpoint, beside which training would
     begin anew.
     """
-    at_root = has_manifest(store.list(""))
-    steps = list(newest_steps(store))
-    if at_root or steps:
-        found = f"the steps {and_more(list(map(str, steps)), 10)}, which training left," if steps else "itself"
+    found, advice = "", ""
+    if steps := list(newest_steps(store)):
+        found = f"holds the steps {and_more(list(map(str, steps)), 10)}, which training left, as committed checkpoints"
+        advice = "restore a step by its number, or give the manager another root"
+    elif has_manifest(store.list("")):
+        found = "is a checkpoint itself"
+        advice = "give the manager another root, and this path to restore(initial=...)"
+    if found:
         raise CheckpointMismatchError(
-            f"{store} has no step to go on from, but holds {found} as a committed checkpoint; nothing was changed, and "
-            "training does not begin anew by itself: restore a step by its number, or give the manager another root",
+            f"{store} has no step to go on from, but {found}; nothing was changed, and training does not begin anew by "
+            f"itself: {advice}",
             kind="conflict",
             path=str(store),
         )

@@ -427,10 +427,12 @@ def test_training_does_not_begin_anew_where_a_checkpoint_stands_at_the_root(tmp_
     bcp.save(tmp_path, {"w": torch.zeros(4)})
     with (
         bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(5)) as manager,
-        pytest.raises(bcp.CheckpointMismatchError) as refused,
+        pytest.raises(bcp.CheckpointMismatchError, match="another root, and this path to restore") as refused,
     ):
         manager.restore({"w": torch.zeros(4)})
     assert refused.value.kind == "conflict"
+    with bcp.CheckpointManager(tmp_path / "run", save=bcp.save_policies.EverySteps(5)) as manager:
+        assert manager.restore({"w": torch.zeros(4)}, initial=tmp_path) is not None
 
 
 def test_what_others_put_beside_the_notes_of_restores_stays_and_stops_no_deletion(tmp_path: Path) -> None:
