@@ -167,7 +167,7 @@ def _read_only(match: Match) -> list[int]:
     for number, tensor in zip(targets.without_address, targets.tensors_without_address, strict=True):
         addresses[number] = tensor.data_ptr() if tensor.is_cpu else 0
     found: list[int] = np.flatnonzero(are_read_only(addresses)).tolist()
-    for number in reversed(found):
+    for number in found:
         fqn = match.shards[number].fqn
         text = (
             f"{fqn}: the memory of the state's tensor is read only, as that of a file that is mapped so; give it a copy"
