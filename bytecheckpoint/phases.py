@@ -269,10 +269,11 @@ def run_resume(
     process_group: dist.ProcessGroup | None,
     role: str | None = None,
     storage_options: Mapping[str, Any] | None,
-    abandoned: Collection[int] = (),
+    abandoned: Collection[int] | None = None,
 ) -> LoadReport | None:
-    """Does what `api.resume` promises; skips the `abandoned` steps at the path. Raises CheckpointMismatchError
-    (conflict) if nothing is left but such steps.
+    """Does what `api.resume` promises. For a manager, which passes the `abandoned` steps at the path, loads no other
+    checkpoint there than a step that is not abandoned, and raises CheckpointMismatchError (conflict) if there are only
+    others.
     """
     loading = partial(
         run_load,

@@ -22,7 +22,8 @@ from bytecheckpoint.errors import (
     and_more,
 )
 from bytecheckpoint.info import LoadReport
-from bytecheckpoint.storage.layout import check_step, find_checkpoint, has_manifest, newest_steps
+from bytecheckpoint.storage.inventory import refuse_beginning_anew
+from bytecheckpoint.storage.layout import check_step, find_checkpoint
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, one_block
 
@@ -71,7 +72,7 @@ def choose_step(
             return RestoreChoice(candidate, passed_over)
         passed_over[candidate] = f"{attempts[candidate]} restores of it in a row never ended"
     if not passed_over and not failed:
-        _refuse_occupied(store)
+        refuse_beginning_anew(store)
         return RestoreChoice(None, {})
     named = "; ".join(f"step {number}: {why}" for number, why in {**failed, **passed_over}.items())
     raise CheckpointNotFoundError(
@@ -117,26 +118,6 @@ def given_step(step: object, *, takes: str = "the manager takes the number of a 
             f"{takes}, an integer from 0 to 2^63 - 1, and not {step!r:.100}; nothing was changed", kind="conflict"
         )
     return checked
-
-
-def _refuse_occupied(store: Store) -> None:
-    """Raises CheckpointMismatchError (conflict) if the root or a step has a checkpoint, beside which training would
-    begin anew.
-    """
-    found, advice = "", ""
-    if steps := list(newest_steps(store)):
-        found = f"holds the steps {and_more(list(map(str, steps)), 10)}, which training left, as committed checkpoints"
-        advice = "restore a step by its number, or give the manager another root"
-    elif has_manifest(store.list("")):
-        found = "is a checkpoint itself"
-        advice = "give the manager another root, and this path to restore(initial=...)"
-    if found:
-        raise CheckpointMismatchError(
-            f"{store} has no step to go on from, but {found}; nothing was changed, and training does not begin anew by "
-            f"itself: {advice}",
-            kind="conflict",
-            path=str(store),
-        )
 
 
 def count_attempts(store: Store) -> dict[int, int]:

@@ -99,7 +99,7 @@ class _Choice(msgspec.Struct, frozen=True, array_like=True):
     is_stored_only: bool = False
     """True if only the path has files of the version, and it is committed there."""
     stored_step: int | None = None
-    """Step at the path to load where nothing was found, though training has abandoned steps; None for the newest one,
+    """Step at the path to load where nothing was found; None for none in a managed run, else for the newest checkpoint,
     also one of another program."""
 
 
@@ -114,11 +114,11 @@ class ResumeCall:
         process_group: dist.ProcessGroup | None,
         role: str | None,
         storage_options: Mapping[str, Any] | None,
-        abandoned: Collection[int] = (),
+        abandoned: Collection[int] | None = None,
     ) -> None:
-        """`abandoned` are steps at the path that training has abandoned: they are not loaded."""
+        """`abandoned` are the steps that a managed run has left: of its path it loads only others. None without it."""
         self._path, self._role = path, role
-        self._abandoned = abandoned
+        self._is_managed, self._abandoned = abandoned is not None, abandoned or ()
         self._options = options
         self._group = process_group
         self._about = Subject(shown_path(path), None, is_save=False, call="resume")
@@ -239,7 +239,7 @@ class ResumeCall:
         if not versions:
             if lacking or self._given_up:
                 raise self._nothing_left(lacking)
-            stored_step = newest_not_left(store, self._abandoned) if self._abandoned else None
+            stored_step = newest_not_left(store, self._abandoned) if self._is_managed else None
             return [msgspec.msgpack.encode(_Choice(None, stored_step=stored_step))] * ranks.num_ranks
         version = versions[0]
         is_stored_only = not _is_held(version)
@@ -355,6 +355,8 @@ class ResumeCall:
         """Loads this step at the path, or for None the newest checkpoint there. Returns None if no checkpoint is there,
         and raises the error if the step cannot be loaded.
         """
+        if step is None and self._is_managed:
+            return None
         try:
             report = calls.at_path(step="latest" if step is None else step)
         except CheckpointNotFoundError as error:

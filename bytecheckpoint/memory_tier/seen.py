@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, and_more
+from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import DataFile, open_manifest
 from bytecheckpoint.memory_tier.parity_block import FoundParity, scan_parity
 from bytecheckpoint.planner.memory_tier.resume_plan import HolderKind, SeenVersion, StoredVersion
@@ -18,6 +18,7 @@ from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.staging.copy_slots import scan_copies
 from bytecheckpoint.staging.memory_slots import generation_of
 from bytecheckpoint.storage import layout, stage_folder
+from bytecheckpoint.storage.inventory import refuse_beginning_anew
 from bytecheckpoint.storage.memory_root import slot_file, version_files
 from bytecheckpoint.storage.memory_root.job_folder import JobFolder
 from bytecheckpoint.storage.memory_root.slot_file import FilePlace, FoundSlot
@@ -186,19 +187,12 @@ def look_for_branches(
 
 
 def newest_not_left(store: Store, abandoned: Collection[int]) -> int | None:
-    """Returns the newest committed step that is not abandoned, also if its manifest cannot be read; None if no step is
-    committed. Raises CheckpointMismatchError (conflict) if all committed steps are abandoned.
+    """Returns the newest committed step that is not abandoned, also if its manifest cannot be read; None if there is no
+    checkpoint. Raises CheckpointMismatchError (conflict) if all steps are abandoned or the root itself is a checkpoint.
     """
     newest = next(_steps_at(store, abandoned), None)
-    left = list(_steps_at(store, ())) if newest is None else []
-    if left:
-        raise CheckpointMismatchError(
-            f"{store} has no step to go on from, but holds the steps {and_more(list(map(str, left)), 10)}, which "
-            "training left, as committed checkpoints; nothing was changed, and training does not begin anew by itself: "
-            "restore a step by its number, or give the manager another root",
-            kind="conflict",
-            path=str(store),
-        )
+    if newest is None:
+        refuse_beginning_anew(store)
     return newest
 
 

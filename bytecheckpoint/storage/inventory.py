@@ -13,9 +13,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from bytecheckpoint.errors import (
     CheckpointExistsError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointSaveError,
     StorageError,
+    and_more,
 )
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, join_name
@@ -166,3 +168,23 @@ def _beside_error(path: str, other: str) -> CheckpointExistsError:
         kind="exists",
         path=path,
     )
+
+
+def refuse_beginning_anew(store: Store) -> None:
+    """Raises CheckpointMismatchError (conflict) if the root is a checkpoint or has steps, beside which training would
+    begin anew. The caller knows that there is no step to go on from.
+    """
+    found, advice = "", ""
+    if steps := list(layout.newest_steps(store)):
+        found = f"holds the steps {and_more(list(map(str, steps)), 10)}, which training left, as committed checkpoints"
+        advice = "restore a step by its number, or give the manager another root"
+    elif layout.has_manifest(store.list("")):
+        found = "is a checkpoint itself"
+        advice = "give the manager another root, and this path to restore(initial=...)"
+    if found:
+        raise CheckpointMismatchError(
+            f"{store} has no step to go on from, but {found}; nothing was changed, and training does not begin anew by "
+            f"itself: {advice}",
+            kind="conflict",
+            path=str(store),
+        )

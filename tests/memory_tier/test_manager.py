@@ -120,6 +120,18 @@ def test_training_does_not_begin_anew_beside_abandoned_steps_alone(tmp_path: Pat
     assert bool((state["x"] == -1).all())
 
 
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_a_checkpoint_at_the_root_itself_is_no_step_to_go_on_from(tmp_path: Path, has_memory: bool) -> None:
+    """With memory it was loaded as step 0, and the first save to storage was refused, maybe hours later."""
+    bcp.save(tmp_path / "run", state_of(5))
+    state = state_of(-1)
+    manager = manager_of(tmp_path) if has_memory else bcp.CheckpointManager(tmp_path / "run")
+    with manager, pytest.raises(bcp.CheckpointMismatchError, match="is a checkpoint itself") as raised:
+        manager.restore(state)
+    assert raised.value.kind == "conflict"
+    assert bool((state["x"] == -1).all())
+
+
 def restore_on_ranks(rank: int, world_size: int, folder: str) -> str:
     with manager_of(Path(folder)) as manager:
         try:
