@@ -348,13 +348,23 @@ def _remove(folder: Path) -> None:
 
 @contextmanager
 def _locked(jobs: Sequence[JobFolder], location: str) -> Iterator[None]:
-    """Registers as a process of these jobs. Raises CheckpointSaveError (superseded) if other processes of them live."""
+    """Registers as a process of these jobs. Raises CheckpointSaveError (superseded) if other processes of them live,
+    and CheckpointNotFoundError if the folder of one is gone.
+    """
     with ExitStack() as joined:
         names = set()
         for job in jobs:
-            # What a removal that was killed has left is not taken unregistered either: a process may begin to use it.
-            job.make_joinable()
-            lock, own = job.join()
+            try:
+                # What a killed removal has left is not taken unregistered either: a process may begin to use it.
+                job.make_joinable()
+                lock, own = job.join()
+            except FileNotFoundError as error:
+                raise CheckpointNotFoundError(
+                    f"another process has just removed what {job.root} held of {location}; nothing was uploaded: run "
+                    "it again if other memory roots hold something of the job",
+                    kind="not_found",
+                    path=location,
+                ) from error
             joined.callback(lock.release)
             names.add(own.name)
         for job in jobs:

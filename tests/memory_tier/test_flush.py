@@ -248,6 +248,24 @@ def test_memory_that_vanishes_while_it_is_removed_is_gone(
     assert flush.remove_job(killed[1], job.path) == "gone"
 
 
+def test_a_flush_of_memory_that_was_removed_since_it_was_looked_at_says_so(
+    killed: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended with a traceback."""
+    root, memory = killed
+    look = flush._versions
+
+    def look_and_lose(job: JobFolder) -> Any:
+        found = look(job)
+        assert flush.remove_job(memory, job.path) == "removed"
+        return found
+
+    monkeypatch.setattr(flush, "_versions", look_and_lose)
+    flushed = bcp_("memory", "flush", root, "--memory-root", memory)
+    assert flushed.exit_code == 3, flushed.output
+    assert f"another process has just removed what {memory} held of {root}" in flushed.output
+
+
 @pytest.mark.parametrize("removed", ["versions", "slots", "alive", "job"])
 def test_gc_frees_what_a_killed_gc_has_left_and_lists_other_jobs(
     killed: tuple[str, str], tmp_path: Path, removed: str
