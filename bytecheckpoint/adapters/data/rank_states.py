@@ -57,7 +57,7 @@ class ConsumedPrefix(NamedTuple):
     """The samples of an epoch that all ranks have passed, in the order in which a sampler deals them out."""
 
     state: Any
-    """State of a rank that goes on after these samples; before any sample, if these are a whole epoch."""
+    """State of a rank that goes on after these samples; before any sample, if all ranks have finished the epoch."""
     repeated_at_most: int
     """Samples, over all ranks, that were taken and are taken again."""
 
@@ -77,7 +77,7 @@ def consumed_prefix(states: Sequence[Any], loader: Any, *, size: int) -> Consume
 
     Rank r of n takes the samples r, r + n, r + 2 n, ... of an order that does not depend on n. So what all ranks have
     passed is the first n * min(samples of a rank) samples of that order; ranks that have finished their part do not
-    count in the minimum. The state is that after whole batches.
+    count in the minimum. The state is that after whole batches, or after the epoch if all of it was passed.
     """
     sampler = getattr(loader, "sampler", loader)
     if getattr(sampler, "num_replicas", None) != size:
@@ -93,12 +93,13 @@ def consumed_prefix(states: Sequence[Any], loader: Any, *, size: int) -> Consume
     unfinished_counts = [each.num_samples for each in progress if not each.is_finished]
     if not unfinished_counts:
         return ConsumedPrefix(_state_after(states[0], 0, batch_size), 0)
-    num_batches = min(unfinished_counts) * len(states) // size // batch_size
+    passed, length = min(unfinished_counts) * len(states) // size, getattr(sampler, "num_samples", None)
+    if length is not None and passed >= length:
+        # The trainer has not seen the end yet: its pass ends at once, as on as many ranks, and the next is a new one.
+        return ConsumedPrefix(_state_after(states[0], length, batch_size), 0)
+    passed -= passed % batch_size
     num_taken = sum(each.num_samples for each in progress)
-    repeated = num_taken - num_batches * batch_size * size
-    length = getattr(sampler, "num_samples", None)
-    is_at_end = length is not None and num_batches * batch_size >= length
-    return ConsumedPrefix(_state_after(states[0], 0 if is_at_end else num_batches, batch_size), repeated)
+    return ConsumedPrefix(_state_after(states[0], passed, batch_size), num_taken - passed * size)
 
 
 def _progress_of(state: Any) -> _RankPosition | str:
@@ -120,9 +121,9 @@ def _progress_of(state: Any) -> _RankPosition | str:
     )
 
 
-def _state_after(state: Mapping[str, Any], num_batches: int, batch_size: int) -> dict[str, Any]:
-    """Returns a state like the given one, of a rank that has taken `num_batches` of the same epoch."""
-    num_samples = num_batches * batch_size
+def _state_after(state: Mapping[str, Any], num_samples: int, batch_size: int) -> dict[str, Any]:
+    """Returns a state like the given one, of a rank that has taken `num_samples` of the same epoch."""
+    num_batches = -(-num_samples // batch_size)
     if "yielded" in state:
         return {**state, "yielded": num_samples}
     of_sampler = {**state["_sampler_iter_state"], "samples_yielded": num_samples}

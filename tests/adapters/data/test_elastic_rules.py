@@ -274,7 +274,8 @@ def test_the_state_of_torchdatas_loader_is_cut_to_whole_batches() -> None:
     found = consumed_prefix(states, Loader(4, 3), size=3)
     assert found == (torchdata_state(4, 4), 21 - 12)
     assert consumed_prefix(states, Loader(5, 5), size=5) == (start, 21)
-    assert consumed_prefix([torchdata_state(60, 4)] * 2, Loader(4, 3), size=3) == (start, 0)  # an end nobody has seen
+    unseen_end = consumed_prefix([torchdata_state(60, 4)] * 2, Loader(3, 3), size=3)
+    assert unseen_end == (torchdata_state(40, 3), 0)
     finished = torchdata_state(50, 3, _iterator_finished=True)
     assert consumed_prefix([finished, finished], Loader(4, 3), size=3) == (start, 0)
     assert consumed_prefix([finished, torchdata_state(48, 3)], Loader(4, 1), size=1) == (torchdata_state(96, 4), 2)
