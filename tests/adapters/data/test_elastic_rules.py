@@ -281,6 +281,19 @@ def test_the_state_of_torchdatas_loader_is_cut_to_whole_batches() -> None:
     assert consumed_prefix([finished, torchdata_state(48, 3)], Loader(4, 1), size=1) == (torchdata_state(96, 4), 2)
 
 
+def test_the_end_of_an_epoch_is_found_where_the_ranks_do_not_divide_it() -> None:
+    loader = Loader(3, 3)
+    loader.sampler = CountingSampler(0, 3, NUM_SAMPLES + 1)
+    found = consumed_prefix([torchdata_state(61, 4)] * 2, loader, size=3)  # with one sample twice
+    assert found == (torchdata_state(41, 3), 0)
+
+
+@pytest.mark.parametrize(("num_samples", "taken"), [(NUM_SAMPLES, 60), (NUM_SAMPLES + 1, 61)])
+def test_a_sampler_alone_whose_epoch_may_have_ended_deals_out_an_epoch(num_samples: int, taken: int) -> None:
+    found = consumed_prefix([{"yielded": taken}] * 2, CountingSampler(0, 3, num_samples), size=3)
+    assert found == ({"yielded": 0}, 2 * taken)  # they come again if the trainer was still in that epoch
+
+
 REFUSED: dict[str, tuple[list[Any], str]] = {
     "workers": ([{"_snapshot": {}, "_steps_since_snapshot": 0}], "num_workers=0"),
     "a dataset of its own": ([torchdata_state(3, 3, dataset_state={"n": 3})], "more than a number of samples"),
