@@ -23,7 +23,7 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.info import Outcome, RecoveredSave
-from bytecheckpoint.manifest import decode_manifest
+from bytecheckpoint.manifest import DataFile, decode_manifest
 from bytecheckpoint.options import SaveOptions, given_or_default
 from bytecheckpoint.planner.recovery_plan import (
     RecoveryPlan,
@@ -36,6 +36,7 @@ from bytecheckpoint.planner.recovery_plan import (
 from bytecheckpoint.saving.in_flight import wait_until_numbered
 from bytecheckpoint.saving.local_stage import upload_files
 from bytecheckpoint.storage import deletion, layout, stage_folder
+from bytecheckpoint.storage.checksum_scan import find_files
 from bytecheckpoint.storage.credentials import shown_path
 from bytecheckpoint.storage.inventory import checkpoint_in_the_way
 from bytecheckpoint.storage.open_store import open_store
@@ -251,6 +252,7 @@ def _upload_all(
         try:
             journal = stage_folder.read_journal(folder.store)
             files = [file for file in (journal.files if journal else None) or () if file.name in task.uploads]
+            _clear_cut_off(store, task.folder, files)
             upload_files(
                 folder, store, task.folder, files, writer_threads=options.writer_threads, on_bytes=lambda _: None
             )
@@ -266,6 +268,13 @@ def _upload_all(
         return [msgspec.msgpack.encode(merged)] * len(payloads)
 
     return msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(damage), merge), type=dict[str, str])
+
+
+def _clear_cut_off(store: Store, folder: str, files: Sequence[DataFile]) -> None:
+    """Deletes what stands at the path, with a wrong length, under the names of files that are to be uploaded."""
+    for file, num_bytes in zip(files, find_files(store, folder, files), strict=True):
+        if num_bytes not in {None, file.byte_length}:  # nobody else writes under a name that has the id of this save
+            store.delete(join_name(folder, file.name))
 
 
 def _with_damage(verdict: RecoveryVerdict, damage: Mapping[str, str]) -> RecoveryVerdict:

@@ -64,6 +64,25 @@ def test_nothing_is_lost(
 
 
 @pytest.mark.parametrize("kind", ["stateful", "of torch"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_pass_whose_end_the_trainer_has_not_seen_ends_at_once(kind: str, size: int) -> None:
+    loaders = [loader_of(kind, rank, 2, 7) for rank in range(2)]
+    passes = [iter(loader) for loader in loaders]
+    assert sum(len(next(each)) for each in passes for _ in range(18)) == NUM_SAMPLES
+    states = [loader.state_dict() for loader in loaders]
+    following: list[int] = []
+    for rank in range(size):
+        loader = loader_of(kind, rank, size, 3)
+        found = consumed_prefix(states, loader, size=size)
+        assert not isinstance(found, str), found
+        assert found.repeated_at_most == 0
+        loader.load_state_dict(found.state)
+        assert list(loader) == []
+        following += samples_of(list(loader))
+    assert sorted(following) == list(range(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize("kind", ["stateful", "of torch"])
 def test_an_epoch_that_has_ended_is_the_start_of_the_next(kind: str) -> None:
     loaders = [loader_of(kind, rank, 2, 4) for rank in range(2)]
     for loader in loaders:

@@ -294,6 +294,20 @@ def test_an_upload_that_fails_keeps_the_data_and_recovery_finishes_it(
     assert bcp.recover(tmp_path / "run", options=options) == []
 
 
+def test_recovery_replaces_what_a_broken_off_upload_has_left_at_the_path(
+    tmp_path: Path, stage: Path, options: bcp.SaveOptions
+) -> None:
+    with before(UPLOADING, raising(bcp.StorageError("gone", kind="unavailable"))), pytest.raises(bcp.StorageError):
+        bcp.save(tmp_path / "run", state_of(0, 1.0), step=1, options=options)
+    (folder,) = stage.iterdir()
+    (staged,) = (folder / "data").iterdir()
+    left = tmp_path / "run" / "step_00000001" / "data" / staged.name
+    left.parent.mkdir(parents=True, exist_ok=True)
+    left.write_bytes(staged.read_bytes()[:-1])
+    assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "committed")]
+    assert loads_as(tmp_path / "run", 0, 1.0)
+
+
 def test_an_upload_that_fails_unseen_is_told_by_the_next_save(tmp_path: Path, options: bcp.SaveOptions) -> None:
     is_over = threading.Event()
     with before(UPLOADING, raising(bcp.StorageError("the network is gone", kind="unavailable"))):

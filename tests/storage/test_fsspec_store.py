@@ -265,6 +265,30 @@ def test_losing_to_another_writer_is_told_from_a_lost_answer(s3, s3_store):
     assert s3.objects == {"bucket/runs/one/m": b"theirs"}
 
 
+def test_a_lost_answer_and_a_look_that_fails_are_no_other_writer(monkeypatch):
+    store = FsspecStore(f"memory://lost-{uuid.uuid4().hex}", None)
+    look, send = MemoryFileSystem.info, fsspec_upload._put
+    failures = [TimeoutError("of the look"), ConnectionResetError("of the answer")]
+
+    def failing_look(fs, path, **kwargs):
+        found = look(fs, path, **kwargs)
+        if len(failures) == 1:
+            raise failures.pop()
+        return found
+
+    def unanswered(fs, upload, data):
+        send(fs, upload, data)
+        raise failures.pop()
+
+    monkeypatch.setattr(MemoryFileSystem, "info", failing_look)
+    monkeypatch.setattr(fsspec_upload, "_put", unanswered)
+    with pytest.raises(CheckpointSaveError) as caught:
+        put(store, "x", b"mine")
+    assert caught.value.kind == "storage"
+    assert isinstance(caught.value.__cause__, ConnectionResetError)
+    assert failures == []
+
+
 def test_a_server_without_conditional_writes_is_still_written_to(s3, s3_store, monkeypatch):
     real, refused = type(s3_store._fs).pipe_file, []
 

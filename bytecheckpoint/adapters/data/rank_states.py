@@ -4,7 +4,8 @@ ranks some of them can go on from the samples that all ranks have passed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 _SAMPLER_KEYS = frozenset({"yielded", "epoch"})
@@ -57,7 +58,9 @@ class ConsumedPrefix(NamedTuple):
     """The samples of an epoch that all ranks have passed, in the order in which a sampler deals them out."""
 
     state: Any
-    """State of a rank that goes on after these samples; before any sample, if these are a whole epoch."""
+    """State of a rank that goes on after these samples; before any sample, if all ranks have finished the epoch, or may
+    have finished it.
+    """
     repeated_at_most: int
     """Samples, over all ranks, that were taken and are taken again."""
 
@@ -77,7 +80,9 @@ def consumed_prefix(states: Sequence[Any], loader: Any, *, size: int) -> Consume
 
     Rank r of n takes the samples r, r + n, r + 2 n, ... of an order that does not depend on n. So what all ranks have
     passed is the first n * min(samples of a rank) samples of that order; ranks that have finished their part do not
-    count in the minimum. The state is that after whole batches.
+    count in the minimum. The state is that after whole batches, or after the epoch if all of it was passed. A sampler
+    alone does not tell then whether the trainer has gone on to the next epoch: it deals out a whole one, and none is
+    lost.
     """
     sampler = getattr(loader, "sampler", loader)
     if getattr(sampler, "num_replicas", None) != size:
@@ -93,12 +98,23 @@ def consumed_prefix(states: Sequence[Any], loader: Any, *, size: int) -> Consume
     unfinished_counts = [each.num_samples for each in progress if not each.is_finished]
     if not unfinished_counts:
         return ConsumedPrefix(_state_after(states[0], 0, batch_size), 0)
-    num_batches = min(unfinished_counts) * len(states) // size // batch_size
-    num_taken = sum(each.num_samples for each in progress)
-    repeated = num_taken - num_batches * batch_size * size
-    length = getattr(sampler, "num_samples", None)
-    is_at_end = length is not None and num_batches * batch_size >= length
-    return ConsumedPrefix(_state_after(states[0], 0 if is_at_end else num_batches, batch_size), repeated)
+    num_taken, num_passed = sum(each.num_samples for each in progress), min(unfinished_counts) * len(states)
+    if num_passed >= _epoch_samples(sampler, size):
+        if "yielded" in states[0]:
+            return ConsumedPrefix(_state_after(states[0], 0, batch_size), num_taken)
+        # The trainer has not seen the end yet: its pass ends at once, as on as many ranks, and the next is a new one.
+        return ConsumedPrefix(_state_after(states[0], sampler.num_samples, batch_size), 0)
+    own = num_passed // size // batch_size * batch_size
+    return ConsumedPrefix(_state_after(states[0], own, batch_size), num_taken - own * size)
+
+
+def _epoch_samples(sampler: Any, size: int) -> float:
+    """Returns the samples that `size` ranks take in an epoch, those left out that come again to make the parts equal;
+    infinity for a sampler that does not tell.
+    """
+    dataset = getattr(sampler, "dataset", None)
+    of_all_ranks = size * getattr(sampler, "num_samples", math.inf)
+    return min(of_all_ranks, len(dataset)) if isinstance(dataset, Sized) else of_all_ranks
 
 
 def _progress_of(state: Any) -> _RankPosition | str:
@@ -120,9 +136,9 @@ def _progress_of(state: Any) -> _RankPosition | str:
     )
 
 
-def _state_after(state: Mapping[str, Any], num_batches: int, batch_size: int) -> dict[str, Any]:
-    """Returns a state like the given one, of a rank that has taken `num_batches` of the same epoch."""
-    num_samples = num_batches * batch_size
+def _state_after(state: Mapping[str, Any], num_samples: int, batch_size: int) -> dict[str, Any]:
+    """Returns a state like the given one, of a rank that has taken `num_samples` of the same epoch."""
+    num_batches = -(-num_samples // batch_size)
     if "yielded" in state:
         return {**state, "yielded": num_samples}
     of_sampler = {**state["_sampler_iter_state"], "samples_yielded": num_samples}

@@ -335,8 +335,9 @@ class FsspecStore:
             return False
 
     def _is_taken(self, upload: FsspecUpload) -> bool:
+        """Returns True if another object than the one to be written is there. Its own may be, with the answer lost."""
         with suppress(CheckpointError), self._translated(self._shown, read_error):
-            return self._has_object(upload.path)
+            return self._has_object(upload.path) and not upload.is_at(self._fs)
         return False
 
     def _range_error(self, path: str, wanted_end: int) -> _ToError:

@@ -274,10 +274,24 @@ def test_the_state_of_torchdatas_loader_is_cut_to_whole_batches() -> None:
     found = consumed_prefix(states, Loader(4, 3), size=3)
     assert found == (torchdata_state(4, 4), 21 - 12)
     assert consumed_prefix(states, Loader(5, 5), size=5) == (start, 21)
-    assert consumed_prefix([torchdata_state(60, 4)] * 2, Loader(4, 3), size=3) == (start, 0)  # an end nobody has seen
+    unseen_end = consumed_prefix([torchdata_state(60, 4)] * 2, Loader(3, 3), size=3)
+    assert unseen_end == (torchdata_state(40, 3), 0)
     finished = torchdata_state(50, 3, _iterator_finished=True)
     assert consumed_prefix([finished, finished], Loader(4, 3), size=3) == (start, 0)
     assert consumed_prefix([finished, torchdata_state(48, 3)], Loader(4, 1), size=1) == (torchdata_state(96, 4), 2)
+
+
+def test_the_end_of_an_epoch_is_found_where_the_ranks_do_not_divide_it() -> None:
+    loader = Loader(3, 3)
+    loader.sampler = CountingSampler(0, 3, NUM_SAMPLES + 1)
+    found = consumed_prefix([torchdata_state(61, 4)] * 2, loader, size=3)  # with one sample twice
+    assert found == (torchdata_state(41, 3), 0)
+
+
+@pytest.mark.parametrize(("num_samples", "taken"), [(NUM_SAMPLES, 60), (NUM_SAMPLES + 1, 61)])
+def test_a_sampler_alone_whose_epoch_may_have_ended_deals_out_an_epoch(num_samples: int, taken: int) -> None:
+    found = consumed_prefix([{"yielded": taken}] * 2, CountingSampler(0, 3, num_samples), size=3)
+    assert found == ({"yielded": 0}, 2 * taken)  # they come again if the trainer was still in that epoch
 
 
 REFUSED: dict[str, tuple[list[Any], str]] = {
