@@ -7,7 +7,8 @@ creates new ones, on the device of the object's tensor, or on the host if it has
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
 from types import NoneType
 from typing import Any, Protocol
 
@@ -150,7 +151,28 @@ class StatefulEntry:
         if self._found is not None:
             state = self._target.filled(self._found, self._current, checkpoint)
             if state is not ABSENT:  # a None may be what was saved
+                add_metadata(state, self._show)
                 self._value.load_state_dict(state)
+
+
+def add_metadata(state: Any, show: Callable[[], Any]) -> None:
+    """Gives the OrderedDicts of a state the attribute `_metadata` that those of an object's own, shown state have: no
+    checkpoint holds it. torch's modules find their versions there, and TensorDict its structure.
+    """
+    if _holds_ordered(state):
+        _copy_metadata(show(), state)
+
+
+def _holds_ordered(state: Any) -> bool:
+    return isinstance(state, OrderedDict) or (isinstance(state, dict) and any(map(_holds_ordered, state.values())))
+
+
+def _copy_metadata(shown: Any, state: Any) -> None:
+    if isinstance(state, OrderedDict) and hasattr(shown, "_metadata"):
+        state._metadata = shown._metadata  # type: ignore[attr-defined]
+    if isinstance(state, dict) and isinstance(shown, dict):
+        for key in state.keys() & shown.keys():
+            _copy_metadata(shown[key], state[key])
 
 
 def _can_fill(own: Any, value: Any) -> bool:

@@ -302,3 +302,22 @@ def test_rank_local_over_a_list_with_a_state_dict_of_its_own(tmp_path: Path) -> 
     target = Buffer()
     bcp.load(tmp_path, {"buffer": bcp.RankLocal(target)})
     assert target == [1, 2]
+
+
+class Versioned(Counter):
+    """An object that loads a module's state_dict(), on top or in a dict, as replay buffers of TensorDicts do."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.metadata = getattr(state_dict.get("storage", state_dict), "_metadata", None)
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, bcp.RankLocal], ids=["shared", "rank_local"])
+@pytest.mark.parametrize("is_inside", [False, True], ids=["on_top", "inside"])
+def test_a_state_dict_of_a_module_comes_back_with_versions(tmp_path: Path, wrap: Any, is_inside: bool) -> None:
+    own = torch.nn.BatchNorm1d(2).state_dict()
+    state: dict[str, Any] = {"storage": own, "count": 1} if is_inside else own
+    target = Versioned()
+    target.state = state
+    bcp.save(tmp_path, {"object": wrap(target)})
+    bcp.load(tmp_path, {"object": wrap(target)})
+    assert target.metadata == {"": {"version": 2}}

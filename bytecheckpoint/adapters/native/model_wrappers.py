@@ -4,6 +4,7 @@ so that parameters have the names of the modules and are loaded in place.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from bytecheckpoint.adapters.frameworks.deepspeed import is_engine
 from bytecheckpoint.adapters.frameworks.megatron import is_megatron_module
 from bytecheckpoint.adapters.native.module_parts import part_of, plain_name
 from bytecheckpoint.adapters.native.module_walk import Stage
-from bytecheckpoint.adapters.stateful import Stateful
+from bytecheckpoint.adapters.stateful import Stateful, add_metadata
 from bytecheckpoint.adapters.torch_types import DTensor, FullyShardedDataParallel
 from bytecheckpoint.manifest.plain_wire import join_fqn
 
@@ -117,4 +118,6 @@ class ReloadEntry:
 
     def finish(self, _checkpoint: CheckpointView) -> None:
         items = _state_of([stage.module for stage in self._inside.stages])
-        self._value.load_state_dict({name: items[plain_name(name)] for name in self._inside.names})
+        state = OrderedDict((name, items[plain_name(name)]) for name in self._inside.names)
+        add_metadata(state, self._value.state_dict)
+        self._value.load_state_dict(state)

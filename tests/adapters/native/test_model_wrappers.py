@@ -54,6 +54,41 @@ def test_a_wrapper_is_given_the_state_that_its_modules_have_got(tmp_path: Path) 
     assert same_value(dict(model.state_dict()), wrapper.state_dict())
 
 
+class Scaled(nn.Module):
+    """Resets its scale when it loads the state of its first version, as torch's observers do."""
+
+    _version = 2
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([scale]))
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}scale"] = torch.tensor([1.0])
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+class Trainer:
+    """A wrapper that has the state of its module from the module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.module.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.module.load_state_dict(state_dict)
+
+
+def test_modules_in_a_wrapper_do_not_take_their_state_for_one_of_an_old_version(tmp_path: Path) -> None:
+    model, other = Scaled(3.0), Scaled(5.0)
+    bcp.save(tmp_path, {"model": Trainer(model)})
+    bcp.load(tmp_path, {"model": Trainer(other)})
+    assert same_module(model, other)
+
+
 class Transposed:
     """A wrapper whose state has the weights of its module in another order."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -362,6 +363,13 @@ def test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written(
         bcp.save(root, {"good": torch.ones(3), name: {"layers": [torch.ones(2), {"bad": make()}]}})
     assert error.value.kind == "unsupported_value"
     assert not root.exists()
+
+
+@pytest.mark.parametrize("dtype", ["object", "datetime64[D]", "[('a', '<i4')]"])
+def test_an_array_is_refused_with_its_dtype(tmp_path: Path, dtype: str) -> None:
+    array = np.zeros(2, dtype=[("a", "<i4")] if dtype.startswith("[") else dtype)
+    with pytest.raises(bcp.CheckpointSaveError, match=re.escape(f"its dtype is {dtype}")):
+        bcp.save(tmp_path / "checkpoint", {"array": array})
 
 
 @pytest.mark.parametrize("make", UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
