@@ -117,7 +117,7 @@ def _delete_if_allowed(store: Store, name: str) -> None:
 def refuse_occupied(store: Store, folder: str, *, overwrite: bool) -> None:
     """Raises CheckpointExistsError (exists) if no checkpoint may be saved in this folder, which is a step's, or "" for
     the root of the store. `overwrite` permits replacing a checkpoint in this folder, but not saving beside another
-    one that is in the way. Raises CheckpointSaveError (storage) if a file is where the root has to be.
+    one that is in the way. Raises CheckpointSaveError (storage) if a file is where the folder has to be.
 
     Costs a listing of the root, for a step at most one of its folder, and for the root a look at the steps in it.
     """
@@ -127,14 +127,20 @@ def refuse_occupied(store: Store, folder: str, *, overwrite: bool) -> None:
     except CheckpointNotFoundError as error:
         if error.kind != "not_found":  # a service that answers a listing with 404 has no file there
             raise
-        what = f"{error.path} is a file, where a folder is needed; nothing was saved: give another path"
-        raise CheckpointSaveError(what, kind="storage", path=path) from error
+        raise _file_error(str(error.path), path, "give another path") from error
+    if listing.get(folder) is not None:
+        raise _file_error(path, path, "move it away, or save another step")
     if other := _in_the_way(store, "", listing, is_step=bool(folder)):
         raise _beside_error(path, other)
     if overwrite or (folder and folder not in listing):
         return
     if layout.has_manifest(store.list(folder) if folder else listing):
         raise layout.exists_error(path)
+
+
+def _file_error(file: str, path: str, advice: str) -> CheckpointSaveError:
+    what = f"{file} is a file, where a folder is needed; nothing was saved: {advice}"
+    return CheckpointSaveError(what, kind="storage", path=path)
 
 
 def checkpoint_in_the_way(store: Store, folder: str, *, is_step: bool) -> str:
