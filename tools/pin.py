@@ -10,8 +10,8 @@ import click
 
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
-    CheckpointError,
     CheckpointMismatchError,
+    CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
 from bytecheckpoint.formats.find_checkpoint import split_path
@@ -82,11 +82,22 @@ def rm(*, checkpoint: str, force: bool, access: AccessOptions, as_json: bool) ->
     the save of CHECKPOINT and records about it are deleted: all other files in its folder stay. If its
     manifest is damaged, so do files of saves that changed within 24 h, for `bcp gc`.
     """
-    place = _find(checkpoint, access)
-    if not force and place.step is not None and _is_newest(place.store, place.step):
-        raise _refused(place, "it is the newest committed step of its root", "--step names another")
     try:
-        _delete(place, force=force, as_json=as_json)
+        place = _find(checkpoint, access)
+    except CheckpointNotFoundError as error:
+        if error.kind != "not_committed":
+            raise
+        what = f"{error.message}. `bcp gc` lists and removes what that save has left"
+        raise CheckpointNotFoundError(what, kind=error.kind, path=error.path, step=error.step) from error
+    try:
+        info, problem = _read_info(place)
+        if not force and place.step is not None and _is_newest(place.store, place.step):
+            though = ", though its manifest is damaged" if problem else ""
+            raise _refused(place, f"it is the newest committed step of its root{though}", "--step names another")
+        if info is None:
+            _delete_damaged(place, problem, force=force, as_json=as_json)
+        else:
+            _delete(place, info, force=force, as_json=as_json)
     except KeyboardInterrupt:
         # Nobody can tell which of its files are left, but the manifest has gone before any of them.
         done = f"{place.path} is whole, or no longer a checkpoint: `bcp rm` again tells which"
@@ -94,14 +105,17 @@ def rm(*, checkpoint: str, force: bool, access: AccessOptions, as_json: bool) ->
     return exit_codes.FINE
 
 
-def _delete(place: CheckpointPlace, *, force: bool, as_json: bool) -> None:
+def _read_info(place: CheckpointPlace) -> tuple[CheckpointInfo | None, str]:
+    """Returns what the manifest tells, or None and why no release can read it."""
     try:
-        info = place.read_info()
+        return place.read_info(), ""
     except (CheckpointCorruptError, UnsafeCheckpointError) as error:
         if error.kind not in _DAMAGED:
             raise
-        _delete_damaged(place, error, force=force, as_json=as_json)
-        return
+        return None, error.message
+
+
+def _delete(place: CheckpointPlace, info: CheckpointInfo, *, force: bool, as_json: bool) -> None:
     why = retention.delete_one(place.store, place.folder, save_id=info.save_id, now=_now(place), force=force)
     _refuse_protected(place, why)
     if as_json:
@@ -110,7 +124,7 @@ def _delete(place: CheckpointPlace, *, force: bool, as_json: bool) -> None:
         Screen().line(f"deleted {place.path}: {size_text(info.num_bytes)}")
 
 
-def _delete_damaged(place: CheckpointPlace, problem: CheckpointError, *, force: bool, as_json: bool) -> None:
+def _delete_damaged(place: CheckpointPlace, problem: str, *, force: bool, as_json: bool) -> None:
     store, folder = place.store, place.folder
     if not force:
         _refuse_protected(place, retention.protection_of(store, folder, now=_now(place)))
@@ -118,7 +132,7 @@ def _delete_damaged(place: CheckpointPlace, problem: CheckpointError, *, force: 
     num_bytes = sum(item.num_bytes for item in deleted)
     if as_json:
         about = {"path": place.path, "step": place.step, "save_id": None, "num_bytes": num_bytes, "deleted": True}
-        print_json({**about, "problem": problem.message, "left": [item.save_id for item in left]})
+        print_json({**about, "problem": problem, "left": [item.save_id for item in left]})
         return
     screen = Screen()
     screen.line(f"deleted {place.path}, whose manifest was damaged: {size_text(num_bytes)}")

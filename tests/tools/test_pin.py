@@ -199,8 +199,16 @@ def test_rm_refuses_a_damaged_one_as_any_other(call, tmp_path, by) -> None:
     (tmp_path / "step_00000005" / "manifest.bcp").write_bytes(b"")
     ended = call("rm", tmp_path, "--step", 5)
     assert (ended.code, "nothing was changed" in ended.err) == (2, True)
+    assert ("though its manifest is damaged" in ended.err) == (by == "newest")
     assert call("rm", tmp_path, "--step", 5, "--force").code == 0
     assert {"manifest.bcp", "pin.json", "leases"}.isdisjoint(store_at(tmp_path).list("step_00000005"))
+
+
+def test_rm_of_a_step_that_is_not_committed_names_the_command_that_removes_it(call, run) -> None:
+    store_at(run).delete("step_00000005/manifest.bcp")
+    ended = call("rm", run, "--step", 5)
+    assert (ended.code, "`bcp gc` lists and removes" in ended.err) == (3, True)
+    assert "bcp gc" not in call("rm", run, "--step", 6).err
 
 
 def test_rm_leaves_one_of_a_later_release(call, tmp_path) -> None:
