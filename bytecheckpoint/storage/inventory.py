@@ -92,13 +92,19 @@ def time_of(entry: Mapping[str, Any]) -> float | None:
 
 
 def clock_of(store: Store) -> float | None:
-    """Returns the time by the clock of the storage, in seconds since 1970; None if the backend gives no times.
-    Writes an object and deletes it. If the deletion is not permitted, nothing is raised, and `bcp gc` finds the object
-    later. Raises StorageError (unsupported) if the store has no inventory, and the store's other errors.
+    """Returns the time by the clock of the storage, in seconds since 1970; None if the backend gives no times, or has
+    no space: callers are about to free some. Writes an object and deletes it. If the deletion is not permitted, nothing
+    is raised, and `bcp gc` finds the object later. Raises StorageError (unsupported) if the store has no inventory, and
+    the store's other errors.
     """
     folder = f"{TEMPORARY_PREFIX}clock-{secrets.token_hex(8)}"
     name = f"{folder}/now"
-    store.write(name, one_block(b"\n"), replace=False)
+    try:
+        store.write(name, one_block(b"\n"), replace=False)
+    except CheckpointSaveError as error:
+        if error.kind != "no_space":
+            raise
+        return None
     try:
         times = [item.modified_s for item in inventory_of(store, folder) if item.name == name]
     finally:

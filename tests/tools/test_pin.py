@@ -12,9 +12,11 @@ import torch
 from faults.seams import files_under
 
 import bytecheckpoint as bcp
+from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.manager import abandoned_steps, retention, step_records
 from bytecheckpoint.manifest import envelope
 from bytecheckpoint.storage import garbage, layout
+from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.open_store import open_store
 
 
@@ -53,6 +55,26 @@ def test_rm_deletes_one_step(call, run, form) -> None:
     assert call("gc", run, "--older-than", "0", "--json").json["leftovers"] == []
     assert set(store_at(run).list("")) == {"step_00000010", "step_00000015"}
     assert call("rm", *args).code == 3
+
+
+@pytest.mark.parametrize("words", ["rm --step 5", "rm --step 5 --force", "keep --latest 1 --delete", "gc --delete"])
+def test_a_full_disk_does_not_keep_what_fills_it(call, tmp_path, monkeypatch, words) -> None:
+    def is_full(_store, name: str, *_args, **_options) -> None:
+        raise CheckpointSaveError(f"cannot write {name}: no space", kind="no_space")
+
+    for step in (5, 10):
+        bcp.save(tmp_path, {"x": torch.zeros(100)}, step=step)
+    if words == "gc --delete":
+        for name in files_under(tmp_path / "step_00000005"):
+            os.utime(tmp_path / "step_00000005" / name, (0, 0))
+        (tmp_path / "step_00000005" / "manifest.bcp").unlink()
+    else:
+        step_records.lease(store_at(tmp_path), "step_00000005", until=1.0)  # rm asks the storage for its time
+    monkeypatch.setattr(LocalStore, "write", is_full)
+    command, *options = words.split()
+    assert call(command, tmp_path, *options).code == 0
+    assert bcp.steps(tmp_path) == [10]
+    assert files_under(tmp_path / "step_00000005") == []
 
 
 def test_rm_says_what_it_deleted(call, run) -> None:
