@@ -8,11 +8,16 @@ from typing import NamedTuple
 
 import click
 
-from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    UnsafeCheckpointError,
+)
 from bytecheckpoint.formats.find_checkpoint import split_path
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.manager import abandoned_steps, retention, step_records
-from bytecheckpoint.storage import layout
+from bytecheckpoint.storage import garbage, layout
 from bytecheckpoint.storage.inventory import clock_of
 from bytecheckpoint.storage.open_store import expand_home, is_plain_path, open_store
 from bytecheckpoint.storage.paths import join_name
@@ -21,7 +26,7 @@ from bytecheckpoint.storage.store import Store
 from . import exit_codes
 from .arguments import AccessOptions, with_output_options, with_step_option
 from .completion.param_types import StoredPath
-from .render.number_format import size_text
+from .render.number_format import count_text, size_text
 from .render.terminal import Screen, print_json
 
 _RM_EXAMPLE = """\b
@@ -39,18 +44,30 @@ Example:
 """
 
 
-class NamedCheckpoint(NamedTuple):
-    """The committed checkpoint of this library that a command was given."""
+_MIN_AGE_H = garbage.MIN_AGE_S / 3600
+_DAMAGED = {"bad_manifest", "limits_exceeded"}
+"""Kinds of errors about a manifest that no release can read."""
+
+
+class CheckpointPlace(NamedTuple):
+    """The place of the committed checkpoint of this library that a command was given."""
 
     store: Store
     """Its root: for the folder of a step, the folder above it."""
     folder: str
-    info: CheckpointInfo
 
     @property
     def step(self) -> int | None:
         """Step that the checkpoint is in its root; None for one that stands alone."""
         return layout.parse_step(self.folder)
+
+    @property
+    def path(self) -> str:
+        return join_name(str(self.store), self.folder)
+
+    def read_info(self) -> CheckpointInfo:
+        """Raises like `layout.read_manifest`."""
+        return describe_checkpoint(layout.read_manifest(self.store, self.folder), path=self.path, seconds={})
 
 
 @click.command(epilog=_RM_EXAMPLE)
@@ -62,24 +79,67 @@ def rm(*, checkpoint: str, force: bool, access: AccessOptions, as_json: bool) ->
     """Delete CHECKPOINT without a question. Its manifest goes first: no reader finds a part of it.
 
     A pinned or leased one, and the newest step of a root, is refused without --force. Only files of
-    the save of CHECKPOINT and records about it are deleted: all other files in its folder stay.
+    the save of CHECKPOINT and records about it are deleted: all other files in its folder stay. If its
+    manifest is damaged, so do files of saves that changed within 24 h, for `bcp gc`.
     """
-    found = _find(checkpoint, access)
-    if not force and found.step is not None and _is_newest(found.store, found.step):
-        raise _refused(found, "it is the newest committed step of its root", "--step names another")
     try:
-        why = retention.delete_one(found.store, found.folder, save_id=found.info.save_id, now=_now(found), force=force)
+        place = _find(checkpoint, access)
+    except CheckpointNotFoundError as error:
+        if error.kind != "not_committed":
+            raise
+        what = f"{error.message}. `bcp gc` lists and removes what that save has left"
+        raise CheckpointNotFoundError(what, kind=error.kind, path=error.path, step=error.step) from error
+    try:
+        info, problem = _read_info(place)
+        if not force and place.step is not None and _is_newest(place.store, place.step):
+            though = ", though its manifest is damaged" if problem else ""
+            raise _refused(place, f"it is the newest committed step of its root{though}", "--step names another")
+        if info is None:
+            _delete_damaged(place, problem, force=force, as_json=as_json)
+        else:
+            _delete(place, info, force=force, as_json=as_json)
     except KeyboardInterrupt:
         # Nobody can tell which of its files are left, but the manifest has gone before any of them.
-        done = f"{found.info.path} is whole, or no longer a checkpoint: `bcp rm` again tells which"
+        done = f"{place.path} is whole, or no longer a checkpoint: `bcp rm` again tells which"
         raise click.Abort(done) from None
-    if why:
-        raise _refused(found, f"it is {why}", "`bcp unpin` takes a pin away")
-    if as_json:
-        print_json({**_as_json(found), "num_bytes": found.info.num_bytes, "deleted": True})
-    else:
-        Screen().line(f"deleted {found.info.path}: {size_text(found.info.num_bytes)}")
     return exit_codes.FINE
+
+
+def _read_info(place: CheckpointPlace) -> tuple[CheckpointInfo | None, str]:
+    """Returns what the manifest tells, or None and why no release can read it."""
+    try:
+        return place.read_info(), ""
+    except (CheckpointCorruptError, UnsafeCheckpointError) as error:
+        if error.kind not in _DAMAGED:
+            raise
+        return None, error.message
+
+
+def _delete(place: CheckpointPlace, info: CheckpointInfo, *, force: bool, as_json: bool) -> None:
+    why = retention.delete_one(place.store, place.folder, save_id=info.save_id, now=_now(place), force=force)
+    _refuse_protected(place, why)
+    if as_json:
+        print_json({**_as_json(place, info), "num_bytes": info.num_bytes, "deleted": True, "problem": None, "left": []})
+    else:
+        Screen().line(f"deleted {place.path}: {size_text(info.num_bytes)}")
+
+
+def _delete_damaged(place: CheckpointPlace, problem: str, *, force: bool, as_json: bool) -> None:
+    store, folder = place.store, place.folder
+    if not force:
+        _refuse_protected(place, retention.protection_of(store, folder, now=_now(place)))
+    deleted, left = garbage.delete_damaged(store, folder, now_s=clock_of(store) or time.time())
+    num_bytes = sum(item.num_bytes for item in deleted)
+    if as_json:
+        about = {"path": place.path, "step": place.step, "save_id": None, "num_bytes": num_bytes, "deleted": True}
+        print_json({**about, "problem": problem, "left": [item.save_id for item in left]})
+        return
+    screen = Screen()
+    screen.line(f"deleted {place.path}, whose manifest was damaged: {size_text(num_bytes)}")
+    for item in left:
+        dead = f"--save-id {item.save_id}" if item.save_id else "--older-than 0"
+        what = f"{count_text(len(item.names), 'file')}, {size_text(item.num_bytes)}, not {_MIN_AGE_H:.0f} h old"
+        screen.line(f"  left: {what}: if no save writes there any more, `bcp gc {store} {dead} --delete` removes them")
 
 
 @click.command(epilog=_PIN_EXAMPLE)
@@ -88,11 +148,12 @@ def rm(*, checkpoint: str, force: bool, access: AccessOptions, as_json: bool) ->
 @with_output_options
 def pin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
     """Pin CHECKPOINT: no policy, no `bcp keep` and no `bcp rm` without --force deletes it until it is unpinned."""
-    found = _find(checkpoint, access)
-    was_pinned = step_records.is_pinned(found.store, found.folder)
+    place = _find(checkpoint, access)
+    info = place.read_info()
+    was_pinned = step_records.is_pinned(place.store, place.folder)
     if not was_pinned:
-        step_records.pin(found.store, found.folder, time=clock_of(found.store) or time.time())
-    return _print_outcome(found, is_pinned=True, was_pinned=was_pinned, as_json=as_json)
+        step_records.pin(place.store, place.folder, time=clock_of(place.store) or time.time())
+    return _print_outcome(place, info, is_pinned=True, was_pinned=was_pinned, as_json=as_json)
 
 
 @click.command(epilog=_UNPIN_EXAMPLE)
@@ -101,15 +162,16 @@ def pin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
 @with_output_options
 def unpin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
     """Take the pin of CHECKPOINT away. One that is not pinned stays as it is."""
-    found = _find(checkpoint, access)
-    was_pinned = step_records.is_pinned(found.store, found.folder)
+    place = _find(checkpoint, access)
+    info = place.read_info()
+    was_pinned = step_records.is_pinned(place.store, place.folder)
     if was_pinned:
-        step_records.unpin(found.store, found.folder)
-    return _print_outcome(found, is_pinned=False, was_pinned=was_pinned, as_json=as_json)
+        step_records.unpin(place.store, place.folder)
+    return _print_outcome(place, info, is_pinned=False, was_pinned=was_pinned, as_json=as_json)
 
 
-def _find(path: str, access: AccessOptions) -> NamedCheckpoint:
-    """Finds a committed checkpoint and its root. Raises like `layout.find_checkpoint` and `layout.read_manifest`."""
+def _find(path: str, access: AccessOptions) -> CheckpointPlace:
+    """Finds a committed checkpoint and its root. Raises like `layout.find_checkpoint`."""
     path = expand_home(path)
     if is_plain_path(path):
         path = os.path.realpath(path)  # a link `latest` to the folder of a step means that step
@@ -118,9 +180,7 @@ def _find(path: str, access: AccessOptions) -> NamedCheckpoint:
     parent, name = split_path(path)
     if not folder and layout.parse_step(name) is not None:
         store, folder = _open(parent, access), name
-    manifest = layout.read_manifest(store, folder)
-    where = join_name(str(store), folder)
-    return NamedCheckpoint(store, folder, describe_checkpoint(manifest, path=where, seconds={}))
+    return CheckpointPlace(store, folder)
 
 
 def _open(path: str, access: AccessOptions) -> Store:
@@ -137,28 +197,35 @@ def _is_newest(store: Store, step: int) -> bool:
     return newest[-1:] == [step]
 
 
-def _now(found: NamedCheckpoint) -> float:
+def _now(place: CheckpointPlace) -> float:
     """Returns the time by the clock of the storage, by which leases end; without a lease, or if the storage tells no
     time, that of this host.
     """
-    is_leased = step_records.leased_until(found.store, found.folder) > 0
-    return (clock_of(found.store) if is_leased else None) or time.time()
+    is_leased = step_records.leased_until(place.store, place.folder) > 0
+    return (clock_of(place.store) if is_leased else None) or time.time()
 
 
-def _refused(found: NamedCheckpoint, why: str, advice: str) -> CheckpointMismatchError:
-    what = f"{found.info.path} stays, because {why}; nothing was changed: --force deletes it all the same, {advice}"
-    return CheckpointMismatchError(what, kind="conflict", path=found.info.path, step=found.step)
+def _refuse_protected(place: CheckpointPlace, why: str) -> None:
+    if why:
+        raise _refused(place, f"it is {why}", "`bcp unpin` takes a pin away")
 
 
-def _as_json(found: NamedCheckpoint) -> dict[str, object]:
-    return {"path": found.info.path, "step": found.info.step, "save_id": found.info.save_id}
+def _refused(place: CheckpointPlace, why: str, advice: str) -> CheckpointMismatchError:
+    what = f"{place.path} stays, because {why}; nothing was changed: --force deletes it all the same, {advice}"
+    return CheckpointMismatchError(what, kind="conflict", path=place.path, step=place.step)
 
 
-def _print_outcome(found: NamedCheckpoint, *, is_pinned: bool, was_pinned: bool, as_json: bool) -> int:
+def _as_json(place: CheckpointPlace, info: CheckpointInfo) -> dict[str, object]:
+    return {"path": place.path, "step": place.step, "save_id": info.save_id}
+
+
+def _print_outcome(
+    place: CheckpointPlace, info: CheckpointInfo, *, is_pinned: bool, was_pinned: bool, as_json: bool
+) -> int:
     if as_json:
-        print_json({**_as_json(found), "pinned": is_pinned, "was_pinned": was_pinned})
+        print_json({**_as_json(place, info), "pinned": is_pinned, "was_pinned": was_pinned})
     else:
         did = "pinned" if is_pinned else "unpinned"
         same = "is pinned already" if is_pinned else "is not pinned"
-        Screen().line(f"{found.info.path} {same}" if is_pinned == was_pinned else f"{did} {found.info.path}")
+        Screen().line(f"{place.path} {same}" if is_pinned == was_pinned else f"{did} {place.path}")
     return exit_codes.FINE

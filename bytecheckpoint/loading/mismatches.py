@@ -25,6 +25,10 @@ _LOST_SUM = (
     'rank 0 gets the sum of a RankLocal(merge="sum"), and its state has none there, so that the sum would be lost; '
     "pass it on all ranks"
 )
+_RENAMED_BY_TRANSFORMERS = (
+    "\nSome models of transformers have other names in their files, and from_pretrained renames or joins tensors while "
+    "it loads: load such files with it, then save that model with bcp.save"
+)
 _KINDS = ("missing_key", "unexpected_key", "shape", "dtype", "coverage", "conflict")
 
 
@@ -92,6 +96,7 @@ def merge_findings(
     has_experts: bool = False,
     sums: Sequence[str] = (),
     sums_in_files: bool = False,
+    foreign_format: str = "",
 ) -> MergedFindings:
     """Returns, on every rank, everything that does not fit on some rank. With `strict`, raises one
     CheckpointMismatchError on every rank instead, if any of it is not of the `ignored` kinds, a rule matches nothing,
@@ -128,7 +133,8 @@ def merge_findings(
         if is_lacking and (common_name or findings[COORDINATOR].has_experts):
             merged = MergedFindings([], [], [], fills=True, is_open=True, other_name=common_name)
         elif strict and _is_refused(merged, ignored):
-            raise _mismatch(merged, stored, {name for of_rank in findings for name in of_rank.top_level}, ignored)
+            top_names = {name for of_rank in findings for name in of_rank.top_level}
+            raise _mismatch(merged, stored, top_names, ignored, foreign_format=foreign_format)
         return [msgspec.msgpack.encode(merged)] * ranks.num_ranks
 
     return msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(own), merge), type=MergedFindings)
@@ -191,7 +197,12 @@ def _merge(findings: Sequence[_RankFindings], fqns: Sequence[str], own_names: Se
 
 
 def _mismatch(
-    merged: MergedFindings, stored: CheckpointView, top_level: set[str], ignored: Collection[str]
+    merged: MergedFindings,
+    stored: CheckpointView,
+    top_level: set[str],
+    ignored: Collection[str],
+    *,
+    foreign_format: str,
 ) -> CheckpointMismatchError:
     missing = [fqn for kind, fqn, _ in merged.problems if kind == "missing_key"]
     lines: dict[str, list[str]] = {kind: [] for kind in _KINDS}
@@ -213,7 +224,8 @@ def _mismatch(
     return CheckpointMismatchError(
         f"state and checkpoint do not fit ({counts}); nothing was loaded and the state is as it was. {advice}:\n"
         + _listed(found)
-        + _entries_text(missing, stored),
+        + _entries_text(missing, stored)
+        + (_RENAMED_BY_TRANSFORMERS if missing and foreign_format == "safetensors" else ""),
         kind=next(iter(found)),
     )
 

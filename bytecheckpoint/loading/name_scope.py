@@ -148,6 +148,7 @@ def fit_state(
             has_experts=has_experts,
             sums=[entry.fqn for entry in _rank_local(matched) if entry.is_summed],
             sums_in_files=any(entry.sums_in_files for entry in _rank_local(matched)),
+            foreign_format=matched.manifest.foreign_format,
         )
         return Fitted(*matched, fetches, findings)
 

@@ -21,6 +21,7 @@ from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CheckpointSaveError,
     UnsafeCheckpointError,
 )
 from bytecheckpoint.manager import step_records
@@ -177,8 +178,7 @@ def delete_one(
     names = [*written_files(store, folder, manifest), *side_objects(store, folder)]
     journal = DeletionJournal(folder, save_id, [*names, PIN_NAME] if force else names, b"" if force else content)
     name = f"{JOURNAL_FOLDER}/{folder or 'root'}-{save_id}.json"
-    with suppress(CheckpointExistsError):  # left by an attempt that failed before the manifest was gone
-        store.write(name, one_block(msgspec.json.encode(journal)), replace=False)
+    _write_journal(store, name, journal)
     store.delete(join_name(folder, layout.MANIFEST_NAME))
     # Hazard: a pin or a lease that was written until now has told its caller that the checkpoint stays.
     if not force and (why := protection_of(store, folder, now=now)):
@@ -188,6 +188,18 @@ def delete_one(
     _delete_all(store, folder, journal.names, pace or DeletionPace())
     store.delete(name)
     return ""
+
+
+def _write_journal(store: Store, name: str, journal: DeletionJournal) -> None:
+    """Writes the journal, unless there is no space: the deletion makes some, and what it leaves if it is interrupted is
+    garbage, which `bcp gc` finds.
+    """
+    try:
+        with suppress(CheckpointExistsError):  # left by an attempt that failed before the manifest was gone
+            store.write(name, one_block(msgspec.json.encode(journal)), replace=False)
+    except CheckpointSaveError as error:
+        if error.kind != "no_space":
+            raise
 
 
 def protection_of(store: Store, folder: str, *, now: float) -> str:

@@ -292,4 +292,4 @@ def write_telemetry(call: SaveCall, target: SaveTarget, save_id: str, records: S
         try:
             run_jobs(write, range(0, len(records), BLOCK_RANKS), num_threads=_WRITES_IN_FLIGHT)
         except CheckpointError as error:
-            logger.warning("%s is saved without its timings, which could not be written: %s", target.path, error)
+            logger.warning("the timings of the save to %s could not be written: %s", target.path, error)

@@ -94,13 +94,19 @@ def time_of(entry: Mapping[str, Any]) -> float | None:
 
 
 def clock_of(store: Store) -> float | None:
-    """Returns the time by the clock of the storage, in seconds since 1970; None if the backend gives no times.
-    Writes an object and deletes it. If the deletion is not permitted, nothing is raised, and `bcp gc` finds the object
-    later. Raises StorageError (unsupported) if the store has no inventory, and the store's other errors.
+    """Returns the time by the clock of the storage, in seconds since 1970; None if the backend gives no times, or has
+    no space: callers are about to free some. Writes an object and deletes it. If the deletion is not permitted, nothing
+    is raised, and `bcp gc` finds the object later. Raises StorageError (unsupported) if the store has no inventory, and
+    the store's other errors.
     """
     folder = f"{TEMPORARY_PREFIX}clock-{secrets.token_hex(8)}"
     name = f"{folder}/now"
-    store.write(name, one_block(b"\n"), replace=False)
+    try:
+        store.write(name, one_block(b"\n"), replace=False)
+    except CheckpointSaveError as error:
+        if error.kind != "no_space":
+            raise
+        return None
     try:
         times = [item.modified_s for item in inventory_of(store, folder) if item.name == name]
     finally:
@@ -119,7 +125,7 @@ def _delete_if_allowed(store: Store, name: str) -> None:
 def refuse_occupied(store: Store, folder: str, *, overwrite: bool) -> None:
     """Raises CheckpointExistsError (exists) if no checkpoint may be saved in this folder, which is a step's, or "" for
     the root of the store. `overwrite` permits replacing a checkpoint in this folder, but not saving beside another
-    one that is in the way. Raises CheckpointSaveError (storage) if a file is where the root has to be.
+    one that is in the way. Raises CheckpointSaveError (storage) if a file is where the folder has to be.
 
     Costs a listing of the root, for a step at most one of its folder, and for the root a look at the steps in it.
     """
@@ -129,14 +135,20 @@ def refuse_occupied(store: Store, folder: str, *, overwrite: bool) -> None:
     except CheckpointNotFoundError as error:
         if error.kind != "not_found":  # a service that answers a listing with 404 has no file there
             raise
-        what = f"{error.path} is a file, where a folder is needed; nothing was saved: give another path"
-        raise CheckpointSaveError(what, kind="storage", path=path) from error
+        raise _file_error(str(error.path), path, "give another path") from error
+    if listing.get(folder) is not None:
+        raise _file_error(path, path, "move it away, or save another step")
     if other := _in_the_way(store, "", listing, is_step=bool(folder)):
         raise _beside_error(path, other)
     if overwrite or (folder and folder not in listing):
         return
     if layout.has_manifest(store.list(folder) if folder else listing):
         raise layout.exists_error(path)
+
+
+def _file_error(file: str, path: str, advice: str) -> CheckpointSaveError:
+    what = f"{file} is a file, where a folder is needed; nothing was saved: {advice}"
+    return CheckpointSaveError(what, kind="storage", path=path)
 
 
 def checkpoint_in_the_way(store: Store, folder: str, *, is_step: bool) -> str:

@@ -245,9 +245,14 @@ def test_what_is_missing_or_cut_in_other_ways_is_said(tmp_path: Path, classes: A
     assert kind_of() == "missing_file"
     (tmp_path / "kept").rename(folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
     (folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").rename(tmp_path / "kept")
-    assert kind_of() == "bad_manifest"
+    assert kind_of() == "missing_file"
     (tmp_path / "kept").rename(folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
     assert bcp.open(folder)
+    (folder / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").write_bytes(
+        (folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").read_bytes()
+    )
+    assert kind_of() == "conflict"
+    (folder / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     (folder / "mp_rank_01_model_states.pt").write_bytes(b"")
     assert kind_of() == "unsupported_version"
     (folder / "mp_rank_01_model_states.pt").unlink()

@@ -125,6 +125,22 @@ def torch_file_of_ddp(folder: Path) -> Case:
     return Case(folder / "x.pt", {name: saved[name] for name in ("model", "optimizer")})
 
 
+def torch_file_of_dicts_of_optimizers(folder: Path) -> Case:
+    """Each kind in a dict of its own, as a program of two models has it."""
+    live = {seed: trained(seed) for seed in (1, 2)}
+    kinds = ("model", "optimizer", "scheduler")
+    states = {f"{kind}s": {f"m{seed}": live[seed][kind].state_dict() for seed in live} for kind in kinds}
+    torch.save(states, folder / "x")
+
+    def named(names: dict[int, Names]) -> Names:
+        model = torch.nn.ModuleDict({f"m{seed}": names[seed]["model"] for seed in names})
+        others = {f"{kind}s_m{seed}": names[seed][kind] for seed in names for kind in kinds[1:]}
+        return {"model": model, **others}
+
+    parts = {f"{kind}s.m{seed}": kind for kind in kinds[1:] for seed in live}
+    return Case(folder / "x", named(live), lambda: named({1: fresh(), 2: fresh()}), kinds=parts)
+
+
 def bare_weights(folder: Path) -> Case:
     saved = {"model": network(1)}
     torch.save(saved["model"].state_dict(), folder / "x.pt")
@@ -389,6 +405,7 @@ CASES = [
     torch_file,
     torch_file_with_other_names,
     torch_file_of_ddp,
+    torch_file_of_dicts_of_optimizers,
     bare_weights,
     bare_weights_of_ddp,
     bare_weights_beside_a_value,

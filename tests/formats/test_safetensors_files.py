@@ -117,6 +117,19 @@ def test_what_does_not_fit_is_said_with_the_names_of_the_file(tmp_path: Path) ->
     assert caught.value.kind == "missing_key"
 
 
+@pytest.mark.parametrize("is_of_other_format", [False, True])
+def test_names_that_transformers_may_have_given_a_file_are_told(tmp_path: Path, is_of_other_format: Any) -> None:
+    """As in those of ViT, LLaVA and Gemma 3."""
+    tensors = {"encoder.layer.0.weight": torch.ones(2, 3)}
+    if is_of_other_format:
+        torch.save(tensors, tmp_path / "x")
+    else:
+        save_file(tensors, tmp_path / "x")
+    with pytest.raises(bcp.CheckpointMismatchError) as caught:
+        bcp.load(tmp_path / "x", {"model": torch.nn.Linear(3, 2, bias=False)})
+    assert ("load such files with it, then save that model" in caught.value.message) != is_of_other_format
+
+
 def write_indexed(folder: Path) -> dict[str, torch.Tensor]:
     folder.mkdir(exist_ok=True)
     tensors = {f"layers.{index}.weight": torch.randn(5, 3) for index in range(4)}

@@ -439,6 +439,21 @@ def test_a_write_that_fails_leaves_no_empty_folders(store, monkeypatch, tmp_path
     assert os.listdir(tmp_path / "root") == ["other"]
 
 
+def test_a_write_whose_name_is_not_durable_leaves_no_empty_folders(store, monkeypatch, tmp_path):
+    put(store, "other", b"1")
+    monkeypatch.setattr(local_store_module, "sync_folder", _raising(errno.EIO))
+    with pytest.raises(CheckpointSaveError):
+        put(store, "step/data/x", b"1")
+    assert os.listdir(tmp_path / "root") == ["other"]
+
+
+def test_a_deletion_takes_the_folders_that_a_killed_one_left_empty(store, tmp_path):
+    put(store, "other", b"1")
+    (tmp_path / "root" / "step" / "metrics").mkdir(parents=True)
+    store.delete_many(["step/metrics/x", "step/data/y", "other/z"])
+    assert os.listdir(tmp_path / "root") == ["other"]
+
+
 def test_a_write_that_may_not_make_its_second_folder_leaves_not_the_first(store, monkeypatch, tmp_path):
     put(store, "other", b"1")
     _failing_at(monkeypatch, "mkdir", errno.ENOSPC, call=2)

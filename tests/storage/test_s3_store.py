@@ -769,6 +769,25 @@ def test_a_copy_in_parts_goes_on_where_an_answer_is_lost(s3, s3_prefix, s3_fault
     assert s3.uploads(s3_prefix) == []
 
 
+@pytest.mark.usefixtures("hasty")
+def test_a_copy_whose_answer_has_no_result_is_made_again(s3_faults, store):
+    """S3 answers 200 before it copies: that answer alone tells nothing."""
+    put(store, "a", pattern(50_000))
+    s3_faults.choose = FirstFew("PUT", Refuse(200, ""))
+    store.duplicate("a", "b", num_bytes=50_000)
+    assert get(store, "b", 50_000) == pattern(50_000)
+
+
+@pytest.mark.usefixtures("small_copies", "hasty")
+@pytest.mark.parametrize("request_line", ["POST .*uploadId", "PUT .*partNumber", "POST .*uploads"])
+def test_a_copy_in_parts_whose_answer_has_no_result_goes_on(s3, s3_prefix, s3_faults, store, request_line):
+    put(store, "a", pattern(250_000))
+    s3_faults.choose = FirstFew(request_line, Refuse(200, ""))
+    store.duplicate("a", "b", num_bytes=250_000)
+    assert get(store, "b", 250_000) == pattern(250_000)
+    assert s3.uploads(s3_prefix) == []
+
+
 @pytest.mark.usefixtures("small_copies", "hasty")
 def test_a_copy_in_parts_that_fails_leaves_nothing(s3, s3_prefix, s3_faults, store):
     put(store, "a", pattern(250_000))

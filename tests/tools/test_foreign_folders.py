@@ -83,3 +83,7 @@ def test_a_missing_rank_is_an_exit_code_and_one_line(call, folders, tmp_path, na
     ended = call("show", tmp_path / name)
     assert (ended.code, len(ended.err.splitlines())) == (3, 1)
     assert call("show", tmp_path / name, "--json").json["error"]["kind"] == "missing_file"
+    listed = call("ls", tmp_path, "--json")
+    assert listed.code == 1
+    assert "restore the files of all ranks" in listed.json["checkpoints"][0]["problem"]
+    assert call("ls", tmp_path / name).code == 1

@@ -21,6 +21,8 @@ from bytecheckpoint.region import Region, whole
 
 OF_ONE = ["diff", "pin", "rm", "show", "timeline", "unpin", "verify"]
 """Commands that look at one checkpoint, or at two."""
+READ_ALL = [command for command in OF_ONE if command != "rm"]
+"""Those that a damaged manifest stops."""
 
 
 def changed_body(path, **fields) -> bytes:
@@ -48,7 +50,7 @@ def ends_well(call, command, path, codes) -> str:
     return ended.json.get("error", {}).get("kind", "")
 
 
-@pytest.mark.parametrize("command", OF_ONE)
+@pytest.mark.parametrize("command", READ_ALL)
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 20, 40, -1])
 def test_a_manifest_that_was_cut_short(call, small, command, length) -> None:
     content = (small / "manifest.bcp").read_bytes()
@@ -68,7 +70,7 @@ def test_a_file_outside_of_the_folder(call, small, command, name) -> None:
 HUGE = (1 << 62).to_bytes(8, "little")
 
 
-@pytest.mark.parametrize("command", OF_ONE)
+@pytest.mark.parametrize("command", READ_ALL)
 @pytest.mark.parametrize(
     "field", ["tensor_num_chunks", "tensor_num_dims", "tensor_shapes", "file_num_extents", "file_byte_lengths"]
 )
@@ -124,7 +126,7 @@ def test_plain_data_that_nobody_saved(call, small, what) -> None:
         assert call("verify", small).code == 0
 
 
-@pytest.mark.parametrize("command", OF_ONE)
+@pytest.mark.parametrize("command", READ_ALL)
 def test_nesting_beyond_all_bounds(call, small, command) -> None:
     deep = b"\x91" * 100_000 + b"\x01"
     for field in ("metadata", "provenance", "objects"):

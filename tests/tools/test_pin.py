@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from faults.seams import files_under
 
 import bytecheckpoint as bcp
+from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.manager import abandoned_steps, retention, step_records
-from bytecheckpoint.storage import layout
+from bytecheckpoint.manifest import envelope
+from bytecheckpoint.storage import garbage, layout
+from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.open_store import open_store
 
 
@@ -42,11 +48,33 @@ def test_rm_deletes_one_step(call, run, form) -> None:
         "save_id": save_id,
         "num_bytes": result["num_bytes"],
         "deleted": True,
+        "problem": None,
+        "left": [],
     }
     assert bcp.steps(run) == [10, 15]
     assert call("gc", run, "--older-than", "0", "--json").json["leftovers"] == []
     assert set(store_at(run).list("")) == {"step_00000010", "step_00000015"}
     assert call("rm", *args).code == 3
+
+
+@pytest.mark.parametrize("words", ["rm --step 5", "rm --step 5 --force", "keep --latest 1 --delete", "gc --delete"])
+def test_a_full_disk_does_not_keep_what_fills_it(call, tmp_path, monkeypatch, words) -> None:
+    def is_full(_store, name: str, *_args, **_options) -> None:
+        raise CheckpointSaveError(f"cannot write {name}: no space", kind="no_space")
+
+    for step in (5, 10):
+        bcp.save(tmp_path, {"x": torch.zeros(100)}, step=step)
+    if words == "gc --delete":
+        for name in files_under(tmp_path / "step_00000005"):
+            os.utime(tmp_path / "step_00000005" / name, (0, 0))
+        (tmp_path / "step_00000005" / "manifest.bcp").unlink()
+    else:
+        step_records.lease(store_at(tmp_path), "step_00000005", until=1.0)  # rm asks the storage for its time
+    monkeypatch.setattr(LocalStore, "write", is_full)
+    command, *options = words.split()
+    assert call(command, tmp_path, *options).code == 0
+    assert bcp.steps(tmp_path) == [10]
+    assert files_under(tmp_path / "step_00000005") == []
 
 
 def test_rm_says_what_it_deleted(call, run) -> None:
@@ -138,6 +166,79 @@ def test_checkpoints_of_other_programs_are_not_touched(call, tmp_path) -> None:
     for command in ("rm", "pin", "unpin"):
         assert call(command, tmp_path).code == 3
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def damaged(root: Path, step: int, *, age_s: float = 0) -> str:
+    """Saves a step, cuts its manifest short and puts all its files back by an age. Returns its save id."""
+    save_id = bcp.save(root, {"x": torch.zeros(100), "n": 1}, step=step).result().save_id
+    folder = root / layout.step_folder(step)
+    (folder / "manifest.bcp").write_bytes((folder / "manifest.bcp").read_bytes()[:-1])
+    (folder / "notes.txt").write_text("of the user")
+    for name in files_under(folder):
+        os.utime(folder / name, (time.time() - age_s, time.time() - age_s))
+    return save_id
+
+
+def test_rm_deletes_one_whose_manifest_is_damaged(call, tmp_path) -> None:
+    damaged(tmp_path, 5, age_s=2 * garbage.MIN_AGE_S)
+    bcp.save(tmp_path, {"x": torch.zeros(100)}, step=10)
+    ended = call("rm", tmp_path, "--step", 5)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith(f"deleted {tmp_path}/step_00000005, whose manifest was damaged: ")
+    assert files_under(tmp_path / "step_00000005") == ["notes.txt"]
+    assert call("rm", tmp_path, "--step", 5).code == 3
+    assert call("verify", tmp_path, "--step", 10).code == 0
+
+
+def test_rm_of_a_damaged_one_leaves_what_a_save_may_still_write(call, tmp_path) -> None:
+    save_id = damaged(tmp_path, 5)
+    bcp.save(tmp_path, {"x": 1}, step=10)
+    ended = call("rm", tmp_path / "step_00000005")
+    assert ended.code == 0
+    assert bcp.steps(tmp_path) == [10]
+    (command,) = re.findall(r"`bcp (gc .*)`", ended.out)
+    assert save_id in command
+    assert call(*command.split()).code == 0
+    assert files_under(tmp_path / "step_00000005") == ["notes.txt"]
+
+
+def test_json_of_rm_of_a_damaged_one(call, tmp_path) -> None:
+    save_id = damaged(tmp_path, 5)
+    result = call("rm", tmp_path, "--step", 5, "--force", "--json").json
+    assert (result["save_id"], result["deleted"], result["num_bytes"], result["left"]) == (None, True, 0, [save_id])
+    assert "manifest.bcp" in result["problem"]
+
+
+@pytest.mark.parametrize("by", ["newest", "pin", "lease"])
+def test_rm_refuses_a_damaged_one_as_any_other(call, tmp_path, by) -> None:
+    bcp.save(tmp_path, {"x": 1}, step=5)
+    if by == "pin":
+        call("pin", tmp_path, "--step", 5)
+    elif by == "lease":
+        step_records.lease(store_at(tmp_path), "step_00000005", until=time.time() + 1000)
+    if by != "newest":
+        bcp.save(tmp_path, {"x": 1}, step=10)
+    (tmp_path / "step_00000005" / "manifest.bcp").write_bytes(b"")
+    ended = call("rm", tmp_path, "--step", 5)
+    assert (ended.code, "nothing was changed" in ended.err) == (2, True)
+    assert ("though its manifest is damaged" in ended.err) == (by == "newest")
+    assert call("rm", tmp_path, "--step", 5, "--force").code == 0
+    assert {"manifest.bcp", "pin.json", "leases"}.isdisjoint(store_at(tmp_path).list("step_00000005"))
+
+
+def test_rm_of_a_step_that_is_not_committed_names_the_command_that_removes_it(call, run) -> None:
+    store_at(run).delete("step_00000005/manifest.bcp")
+    ended = call("rm", run, "--step", 5)
+    assert (ended.code, "`bcp gc` lists and removes" in ended.err) == (3, True)
+    assert "bcp gc" not in call("rm", run, "--step", 6).err
+
+
+def test_rm_leaves_one_of_a_later_release(call, tmp_path) -> None:
+    bcp.save(tmp_path, {"x": 1})
+    (tmp_path / "manifest.bcp").write_bytes(envelope.seal(b"", version=(9, 0)))
+    ended = call("rm", tmp_path, "--force")
+    assert (ended.code, "nothing is wrong with the checkpoint" in ended.err) == (1, True)
+    assert (tmp_path / "manifest.bcp").exists()
 
 
 def test_an_interrupted_rm_says_what_is_known(call, tmp_path: Path, monkeypatch) -> None:

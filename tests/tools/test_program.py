@@ -109,7 +109,7 @@ def test_an_uncommitted_folder_is_not_found(call, root, command) -> None:
         assert result.get("a", result)["step"] == 5
 
 
-@pytest.mark.parametrize("command", ABOUT_ONE)
+@pytest.mark.parametrize("command", [name for name in ABOUT_ONE if name != "rm"])  # which deletes it
 @pytest.mark.parametrize("position", [0, 10, 100, -1])
 def test_a_damaged_manifest_is_exit_code_1(call, root, command, position) -> None:
     manifest = root / "step_00001000" / "manifest.bcp"
@@ -209,6 +209,13 @@ def test_output_without_unicode_has_escapes(saved_root) -> None:
     result = CliRunner(charset="ascii").invoke(cli, ["show", str(saved_root), "--tree"])
     assert result.exit_code == 0
     assert "\\u2514" in result.stdout
+
+
+@pytest.mark.parametrize("module", ["bytecheckpoint", "bytecheckpoint.tools"])
+def test_the_package_runs_as_the_program(saved_root, module) -> None:
+    command = [sys.executable, "-m", module, "ls", str(saved_root)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (ended.stdout.splitlines()[0].split(":")[0], ended.stderr) == (str(saved_root), "")
 
 
 def test_the_console_module_ends_quietly_when_its_reader_has_enough(saved_root) -> None:

@@ -202,7 +202,8 @@ def read_checkpoint(
     found: FoundCheckpoint, step: int | None, entries: Mapping[str, int | None] | None = None
 ) -> ListedCheckpoint | None:
     """Describes a checkpoint by its manifest, and by the small objects beside it where its folder has such entries;
-    None if it was deleted since it was found. The error of a damaged or refused manifest becomes its `problem`.
+    None if it was deleted since it was found. The error of a damaged or refused manifest becomes its `problem`, and so
+    does that of a folder of another format that has lost files.
     """
     entries = entries or {}
     is_pinned = found.foreign is None and PIN_NAME in entries
@@ -210,7 +211,15 @@ def read_checkpoint(
     own_format = found.foreign.format if found.foreign else OWN_FORMAT
     try:
         info = describe_checkpoint(outline_of(found), path=path, seconds={})
-    except (CheckpointCorruptError, CheckpointMismatchError, UnsafeCheckpointError) as error:
+    except (
+        CheckpointCorruptError,
+        CheckpointMismatchError,
+        CheckpointNotFoundError,
+        UnsafeCheckpointError,
+    ) as error:
+        is_refused = bool(found.foreign and found.foreign.file) and isinstance(error, UnsafeCheckpointError)
+        if isinstance(error, CheckpointNotFoundError) and (found.foreign is None or found.foreign.file):
+            return None
         return ListedCheckpoint(
             folder=folder,
             path=path,
@@ -220,10 +229,8 @@ def read_checkpoint(
             format=own_format,
             is_pinned=is_pinned,
             problem=error.message,
-            is_refused=bool(found.foreign and found.foreign.file) and isinstance(error, UnsafeCheckpointError),
+            is_refused=is_refused,
         )
-    except CheckpointNotFoundError:
-        return None
     metrics = {}
     if found.foreign is None:
         has_records = METRICS_FOLDER in entries

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats import flat_ranges
-from bytecheckpoint.formats.file_reader import damaged, not_readable
+from bytecheckpoint.formats.file_reader import conflicting, damaged, missing_file, not_readable
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder, holds_tensor
 from bytecheckpoint.formats.torch_save.file import SavedFile
@@ -43,14 +43,19 @@ class ZeroState(NamedTuple):
 def read_zero_state(models: Sequence[SavedFile], optimizers: Sequence[SavedFile], zero: ZeroBuilder) -> ZeroState:
     """Adds `model.<name>` and `optimizer.state.<name>.<key>`.
 
-    Raises LookupError, TypeError, ValueError or AttributeError if the files are not DeepSpeed's, and
-    CheckpointCorruptError (bad_manifest, truncated, unsupported_version).
+    Raises LookupError, TypeError, ValueError or AttributeError if the files are not DeepSpeed's,
+    CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict) and CheckpointCorruptError (bad_manifest,
+    truncated, unsupported_version).
     """
     states = [saved.value["optimizer_state_dict"] for saved in optimizers]
     count = states[0].get("partition_count", len(optimizers))
     num_ranks = max(count) if isinstance(count, list) else count
-    if num_ranks != len(optimizers):
-        raise damaged(optimizers[0].path, f"{num_ranks} ranks have saved it, and there are files of {len(optimizers)}")
+    if num_ranks > len(optimizers):
+        have = f"there are files of {len(optimizers)} like it"
+        raise missing_file(optimizers[0].path, f"is of an optimizer that {num_ranks} ranks have saved, and {have}")
+    if num_ranks < len(optimizers):
+        what = f"is of an optimizer that {num_ranks} ranks have saved, and there are files of {len(optimizers)} like it"
+        raise conflicting(optimizers[0].path, what, "remove those of another save")
     if states[0].get("ds_zero_partition_groups"):
         advice = "make it universal with DeepSpeed's ds_to_universal"
         raise not_readable(optimizers[0].path, "parameters are divided over groups of ranks (MiCS, hpZ)", advice)

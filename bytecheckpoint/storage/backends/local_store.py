@@ -199,9 +199,9 @@ class LocalStore:
 
         def unlink(some: Sequence[str]) -> None:
             for path in map(self._path_of_name, some):
+                folders[os.path.dirname(path)] = None  # also of a missing file, whose deletion was interrupted
                 with _reading(path, doing="delete"), suppress(FileNotFoundError, NotADirectoryError):
                     os.unlink(path)
-                    folders[os.path.dirname(path)] = None
 
         blocks = [names[at : at + _UNLINKS_PER_JOB] for at in range(0, len(names), _UNLINKS_PER_JOB)]
         try:
@@ -211,7 +211,7 @@ class LocalStore:
                 self._finish_deletions(folder)
 
     def _finish_deletions(self, folder: str) -> None:
-        with _reading(folder, doing="delete"), suppress(FileNotFoundError):
+        with _reading(folder, doing="delete"), suppress(FileNotFoundError, NotADirectoryError):
             # Deletions must keep their order after a power cut too: a manifest before its data.
             sync_folder(folder)
         remove_empty_folders(folder, self._root)
@@ -234,9 +234,7 @@ class LocalStore:
                     yield StoredObject(file[len(self._root) :].lstrip("/"), status.st_size, status.st_mtime)
 
     def _path_of_name(self, name: str) -> str:
-        """Returns the path of the name itself: folders before it may be links inside the root; the last part is not
-        followed.
-        """
+        """Returns the path of the name, whose last part may be any link; folders before it, links inside the root."""
         folder, _, last = check_name(name).rpartition("/")
         self._resolve(folder)
         return os.path.join(self._root, folder, last)
@@ -310,6 +308,7 @@ class LocalStore:
         except OSError:
             if not replace:
                 remove_quietly(path)  # a write that fails leaves nothing; it was not there before
+                remove_empty_folders(os.path.dirname(path), self._root)
             raise
 
 

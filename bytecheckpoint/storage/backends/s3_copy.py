@@ -17,6 +17,7 @@ from bytecheckpoint.storage.backends.s3_upload import abort_uploads_of, begin_up
 MAX_COPY_BYTES = 5 << 30
 """S3 copies no longer object in one request."""
 _PART_BYTES = 1 << 30
+_RESULTS = {"copy_object": "CopyObjectResult", "upload_part_copy": "CopyPartResult"}
 
 
 class S3CopySource(NamedTuple):
@@ -38,13 +39,15 @@ def copy(requests: S3Requests, source: S3CopySource, key: str, policy: RetryPoli
     key are aborted. Raises FailedRequestError.
     """
     if source.num_bytes <= MAX_COPY_BYTES:
-        requests.call("copy_object", policy, Key=key, **source.parameters())
+        _copy(requests, "copy_object", policy, Key=key, **source.parameters())
         return
     lost: list[bool] = []
     upload_id = begin_upload(requests, key, policy, on_lost=lambda: lost.append(True))
     try:
         starts = range(0, source.num_bytes, _PART_BYTES)
-        request = partial(requests.call, "upload_part_copy", policy, Key=key, UploadId=upload_id, **source.parameters())
+        request = partial(
+            _copy, requests, "upload_part_copy", policy, Key=key, UploadId=upload_id, **source.parameters()
+        )
         copy_part = partial(_copy_part, request, source.num_bytes)
         parts = map_jobs(copy_part, list(enumerate(starts, 1)), num_threads=in_flight)
         requests.persist(lambda _: _complete(requests, key, upload_id, parts), policy)
@@ -63,8 +66,21 @@ def copy(requests: S3Requests, source: S3CopySource, key: str, policy: RetryPoli
 def _copy_part(request: Callable[..., Mapping[str, Any]], num_bytes: int, part: tuple[int, int]) -> Mapping[str, Any]:
     number, start = part
     end = min(start + _PART_BYTES, num_bytes)
-    answer = request(PartNumber=number, CopySourceRange=f"bytes={start}-{end - 1}")
-    return {"PartNumber": number, "ETag": answer["CopyPartResult"]["ETag"]}
+    copied = request(PartNumber=number, CopySourceRange=f"bytes={start}-{end - 1}")
+    return {"PartNumber": number, "ETag": copied["ETag"]}
+
+
+def _copy(requests: S3Requests, operation: str, policy: RetryPolicy, **parameters: Any) -> Mapping[str, Any]:
+    """Sends a request that copies, and returns the answer's result, which has an ETag."""
+
+    def attempt(_number: int) -> Mapping[str, Any]:
+        answer = requests.send(operation, **parameters)
+        copied: Mapping[str, Any] = answer.get(_RESULTS[operation]) or {}
+        if "ETag" not in copied:  # S3 answers 200 before it copies, and may break off after that
+            raise ConnectionError(BROKEN_OFF)
+        return copied
+
+    return requests.persist(attempt, policy)
 
 
 def _complete(requests: S3Requests, key: str, upload_id: str, parts: list[Mapping[str, Any]]) -> None:

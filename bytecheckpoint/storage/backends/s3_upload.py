@@ -317,7 +317,10 @@ def begin_upload(
 
     def attempt(_number: int) -> str:
         try:
-            return str(requests.send("create_multipart_upload", Key=key, **parameters)["UploadId"])
+            answer = requests.send("create_multipart_upload", Key=key, **parameters)
+            if "UploadId" not in answer:
+                raise ConnectionError(BROKEN_OFF)
+            return str(answer["UploadId"])
         except S3_ERRORS as error:
             if is_transient(error) and not is_unreachable(error):
                 on_lost()

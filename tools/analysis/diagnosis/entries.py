@@ -90,7 +90,7 @@ def entry_part(fqn: str, tree: Any, manifest: Manifest) -> Part:
 
     part = Part(name=fqn, kind="values", holds=_value_text(tree), into="a value under this name")
     refs = _tensor_fqns(tree)
-    if is_loader_state(manifest.objects[fqn]):
+    if is_loader_state(manifest.objects.get(fqn, b"")):  # an item of an entry has no data of its own
         size = tree.get("size") if isinstance(tree, dict) else None
         of = count_text(size, "data-parallel rank") if type(size) is int else "ranks"
         return replace(part, kind="data", holds=f"a data loader of {of}", into="a bcp.DataLoaderState")

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from bytecheckpoint.errors import and_more
 from bytecheckpoint.info import INTEGRATION, OWN_FORMAT
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.manifest.plain_wire import join_fqn
 
 from ..summary import ManifestSummary, TensorEntry
 from .entries import (
@@ -43,7 +44,8 @@ def find_parts(manifest: Manifest) -> list[Part]:
     """Returns the parts of a checkpoint, models first, plain values last. Raises the errors of decoding plain data."""
     from bytecheckpoint.adapters.plain.plain_data import decode_plain, without_content  # noqa: PLC0415 - it needs torch
 
-    trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items() if not is_extra_state(fqn)}
+    entries = {fqn: decode_plain(data) for fqn, data in manifest.objects.items() if not is_extra_state(fqn)}
+    trees = {name: tree for fqn, entry in entries.items() for name, tree in _divided(fqn, entry).items()}
     by_rank = manifest.rank_objects
     below: dict[str, list[TensorEntry]] = {fqn: [] for fqn in (*trees, *by_rank)}
     bare: list[TensorEntry] = []
@@ -61,6 +63,16 @@ def find_parts(manifest: Manifest) -> list[Part]:
     ]
     order = get_args(Kind)
     return sorted(found, key=lambda part: order.index(part.kind))
+
+
+def _divided(fqn: str, tree: Any) -> dict[str, Any]:
+    """Returns the items of a dict of optimizers or schedulers, each by its FQN; the tree itself if it is none."""
+    is_of_live = isinstance(tree, dict) and tree and all(map(_is_live, tree.values()))
+    return {join_fqn(fqn, key): item for key, item in tree.items()} if is_of_live else {fqn: tree}
+
+
+def _is_live(tree: Any) -> bool:
+    return is_optimizer(tree) or (isinstance(tree, dict) and is_scheduler(tree))
 
 
 def _tree_of(fqn: str, trees: Mapping[str, Any]) -> str | None:
@@ -130,8 +142,7 @@ def _containers(trees: Mapping[str, Any], tensors: Collection[str]) -> set[str]:
     for name, tree in trees.items():
         parts = name.split(".")
         above = [".".join(parts[:end]) for end in range(1, len(parts))]
-        is_live = is_optimizer(tree) or (isinstance(tree, dict) and is_scheduler(tree))
-        if is_live or not (parts[-1] == _FACTS or any(_is_of_model(each, tensors) for each in above)):
+        if _is_live(tree) or not (parts[-1] == _FACTS or any(_is_of_model(each, tensors) for each in above)):
             found.update(above)
     return found
 
