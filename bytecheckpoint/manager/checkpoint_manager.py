@@ -223,14 +223,14 @@ class CheckpointManager:
     def _continue_from(self, report: LoadReport, step: int, passed_over: Collection[int], *, was_resumed: bool) -> None:
         """Makes the restored step the newest: later ones become abandoned. `was_resumed`: memory was looked at."""
         warn_of_ignored(report, rank=self._rank)
-        held = report.save_id if self._memory.is_on else ""
-        find_abandoned = partial(abandoned_steps.steps_left_behind, self._store, step, held=held)
-        abandoned = self._decisions.decide_together("leaving later steps", find_abandoned, dict[int, str])
-        self._saves.go_on_from(step, abandoned, was_resumed=was_resumed)
+        prefix = "" if self._owned is None else self._owned.generation.save_id_prefix
+        start = abandoned_steps.BranchStart(step, report.save_id)
+        begin = partial(abandoned_steps.begin_branch, self._store, start, prefix=prefix, is_held=self._memory.is_on)
+        branch = self._decisions.decide_together("leaving later steps", begin, abandoned_steps.Branch)
+        self._saves.go_on_from(step, branch, was_resumed=was_resumed)
         self.next_step = step + 1
         if self._owned is not None:
-            self._owned.background.hold_restored(step, passed_over)
-            self._owned.background.steps.set_abandoned(abandoned)
+            self._owned.background.go_on_from(step, branch, passed_over)
 
     def due(self, step: int) -> bool:
         """Returns True if `save` of this step, without `force`, would save to storage. All ranks call it together."""
