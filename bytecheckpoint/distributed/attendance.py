@@ -214,14 +214,17 @@ def check_call(call: str, message: bytes, global_ranks: Sequence[int], *, rank: 
     """
     of_coordinator, _, payload = message.partition(_END_OF_CALL)
     if of_coordinator.decode() != call:
-        raise _other_call(call, of_coordinator.decode(), global_ranks, rank=rank)
+        # The coordinator may have waited for nobody.
+        raise _other_call(call, of_coordinator.decode(), global_ranks, rank=rank, outcome="this rank did nothing")
     return payload
 
 
-def _other_call(call: str, of_coordinator: str, global_ranks: Sequence[int], *, rank: int) -> CheckpointMismatchError:
+def _other_call(
+    call: str, of_coordinator: str, global_ranks: Sequence[int], *, rank: int, outcome: str = "nothing was done"
+) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         f"rank {global_ranks[rank]} called {call} while rank {global_ranks[COORDINATOR]} called {of_coordinator}; "
-        "nothing was done: all ranks of a process group have to make the same calls in the same order",
+        f"{outcome}: all ranks of a process group have to make the same calls in the same order",
         kind="conflict",
         ranks=(global_ranks[rank],),
     )
