@@ -131,9 +131,8 @@ class CheckpointManager:
         clock = StorageClock(offset_of(self._store))
         generation = claim(self._store, time=clock.now())
         end_pins_ahead(self._store)
-        opened = look_at(
-            self._store, clock, generation.number
-        )  # after the claim: later commits of others are not seen here
+        # After the claim: later commits of others are not seen here.
+        opened = look_at(self._store, clock, generation.number)
         background = Background(generation, self._keep, clock, reads_steps=not save_policies.is_step_only(self._policy))
         self._owned = OwnedRoot(generation, background, clock)
         if target is not None:
@@ -172,7 +171,7 @@ class CheckpointManager:
         passed_over: dict[int, str] = {}
         while True:
             choice = self._decisions.decide_together(
-                f"choosing what to restore from {self._root}", partial(self._choose, step, passed_over), RestoreChoice
+                "choosing what to restore", partial(self._choose, step, passed_over), RestoreChoice
             )
             passed_over.update(choice.passed_over)
             if choice.step is None:

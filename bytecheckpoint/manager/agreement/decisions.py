@@ -72,8 +72,8 @@ class Decisions:
         ranks.close()
 
     def _join(self, doing: str) -> tuple[Ranks, Subject]:
-        """Returns the ranks of a call, and its subject. The name of the call says what is done, so that a rank which
-        does something else is refused.
+        """Returns the ranks of a call, and its subject. The name of the call has `doing`, so that a rank which does
+        something else is refused: no path belongs there, which may differ between ranks or hold credentials.
         """
         wait_until_numbered()
         about = Subject(self._root, None, is_save=False, call=f"CheckpointManager ({doing})")
