@@ -12,6 +12,7 @@ from functools import partial
 from bytecheckpoint.distributed.blocks import COORDINATOR, RankBlocks, block_key, up_key
 from bytecheckpoint.distributed.failures import shown_ranks
 from bytecheckpoint.distributed.liveness.peer_watch import PeerWatch
+from bytecheckpoint.distributed.store_values import get_message
 from bytecheckpoint.distributed.waiting import CallStore
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
 
@@ -24,6 +25,9 @@ _WITNESS = 1
 """The rank whose log names the coordinator, for which all others wait."""
 _END_OF_CALL = b"\0"
 """Ends the name of the call, with which the first message of each rank begins."""
+_GATHERS, _LISTENS = "gathers", "listens"
+"""Keys for the name of a call, and a rank. The coordinator has waited for first messages, or another rank for that of
+the coordinator. Either would wait for ever in different calls; each puts its own key and then looks for the other."""
 
 
 class Attendance:
@@ -38,10 +42,11 @@ class Attendance:
         *,
         call: str,
         has_called: Callable[[int], bool] | None,
+        put: Callable[[str, bytes], object],
     ) -> None:
         """`call` is the name of the call, and `has_called` tells of a rank of the group if it has made it; without that
         the log names no rank that is late. Without a `watch` a process that has ended is noticed only at the time
-        limit.
+        limit. `put` puts a message into the store of the call.
         """
         self._blocks = blocks
         self._global_ranks = global_ranks
@@ -49,11 +54,15 @@ class Attendance:
         self._watch = watch
         self._call_name = call
         self._has_called = has_called
+        self._put = put
         self._waits_since: float | None = None
         """Time of the first look at others on the monotonic clock, not of the call: this rank may have been late."""
         self._has_looked_for_late = False
         self.ended: list[int] = []
         """Ranks without which the call cannot go on, because their processes have ended."""
+        self._other_call: CheckpointMismatchError | None = None
+        """The error about a rank that waits for a message in another call than the coordinator's."""
+        self._has_compared = False
 
     def introduce(self) -> None:
         """Lets other ranks watch this one."""
@@ -71,25 +80,56 @@ class Attendance:
         return self._watch.ended(ranks) if self._watch is not None else []
 
     def look_for_senders(self, call: CallStore, number: int) -> bool:
-        """Returns True if ranks have ended without sending this rank the message with this number; puts them into
-        `ended`. On the coordinator, warns once of ranks that have not made the call.
+        """Returns True if `raise_found` has an error to raise: ranks have ended without sending this rank the message
+        with this number, or on the coordinator, one is in another call. The coordinator warns once of ranks that have
+        not made the call.
         """
         if number == 0 and self._blocks.rank == COORDINATOR:
             self._warn_of_late(partial(self.find_absent, call, 0))
+            self._compare_with_listener(call)
         keys = {
             rank: block_key(number, rank) if rank in self._blocks.leaders else up_key(number, rank)
             for rank in self.ended_among(self._blocks.senders(self._blocks.rank))
         }
         self.ended = [rank for rank, key in keys.items() if not call.is_set(key)]
-        return bool(self.ended)
+        return bool(self.ended or self._other_call)
 
-    def look_for_coordinator(self, number: int) -> bool:
+    def raise_found(self, leave_for: Callable[[Sequence[int]], object]) -> None:
+        """Raises the error that `look_for_senders` has found, if any; calls `leave_for` with ranks that have ended."""
+        if self.ended:
+            leave_for(self.ended)
+            raise self.ended_error(self.ended)
+        if self._other_call is not None:
+            raise self._other_call
+
+    def _compare_with_listener(self, call: CallStore) -> None:
+        other, _, rank = self._compare(call, _GATHERS, _LISTENS).partition(_END_OF_CALL)
+        if rank and other.decode() != self._call_name:
+            self._other_call = _other_call(other.decode(), self._call_name, self._global_ranks, rank=int(rank))
+
+    def _compare(self, call: CallStore, own_key: str, other_key: str) -> bytes:
+        """Puts the call under its own key, unless another rank has, and returns what is under the other key; nothing
+        after the first time.
+        """
+        if self._has_compared:
+            return b""
+        self._has_compared = True
+        if not call.is_set(own_key):
+            self._put(own_key, named_call(self._call_name, str(self._blocks.rank).encode()))
+        return get_message(call.store, other_key) if call.is_set(other_key) else b""
+
+    def look_for_coordinator(self, call: CallStore, number: int, *, is_first: bool) -> bool:
         """Returns True if the coordinator's process has ended. Only leaders and the ranks of the coordinator's own
         block watch it; on all others this is always False. One rank warns once of a coordinator that has not made the
         call; `number` is that of the message for which it waits.
+
+        Raises CheckpointMismatchError (conflict) if the coordinator waits in another call, and this message would be
+        the first of the call for this rank (`is_first`).
         """
         if number == 0 and self._blocks.rank == _WITNESS:
             self._warn_of_late(lambda: [COORDINATOR])
+        if is_first and (message := self._compare(call, _LISTENS, _GATHERS)):
+            check_call(self._call_name, message, self._global_ranks, rank=self._blocks.rank)
         if self._blocks.is_leader or self._blocks.leader == COORDINATOR:
             return bool(self.ended_among([COORDINATOR]))
         return False
@@ -174,14 +214,17 @@ def check_call(call: str, message: bytes, global_ranks: Sequence[int], *, rank: 
     """
     of_coordinator, _, payload = message.partition(_END_OF_CALL)
     if of_coordinator.decode() != call:
-        raise _other_call(call, of_coordinator.decode(), global_ranks, rank=rank)
+        # The coordinator may have waited for nobody.
+        raise _other_call(call, of_coordinator.decode(), global_ranks, rank=rank, outcome="this rank did nothing")
     return payload
 
 
-def _other_call(call: str, of_coordinator: str, global_ranks: Sequence[int], *, rank: int) -> CheckpointMismatchError:
+def _other_call(
+    call: str, of_coordinator: str, global_ranks: Sequence[int], *, rank: int, outcome: str = "nothing was done"
+) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         f"rank {global_ranks[rank]} called {call} while rank {global_ranks[COORDINATOR]} called {of_coordinator}; "
-        "nothing was done: all ranks of a process group have to make the same calls in the same order",
+        f"{outcome}: all ranks of a process group have to make the same calls in the same order",
         kind="conflict",
         ranks=(global_ranks[rank],),
     )

@@ -98,7 +98,9 @@ class GroupRanks:
         self._enter = enter
         self._entered: CallStore | None = None
         self._blocks = RankBlocks(rank, self.num_ranks, block_ranks)
-        self._attendance = Attendance(self._blocks, global_ranks, timeout_s, watch, call=call, has_called=has_called)
+        self._attendance = Attendance(
+            self._blocks, global_ranks, timeout_s, watch, call=call, has_called=has_called, put=self._put
+        )
         self._timeout_s = timeout_s
         self._reply_timeout_s = timeout_s + min(timeout_s, MAX_GRACE_S)
         self._num_up = 0
@@ -191,7 +193,7 @@ class GroupRanks:
             raise self._attendance.missing_error(absent)
         if self._call_store.is_set(HAS_FAILURE):  # also of a rank that sent its message and then gave up on this one
             raise RankFailedError(merge_errors(self._failures()))
-        self._raise_ended()
+        self._attendance.raise_found(self._departures.leave_for)
         members = [up_key(number, rank) for rank in self._blocks.members(COORDINATOR)]
         messages = self._take([*members, *(block_key(number, leader) for leader in self._blocks.leaders[1:])])
         of_blocks = [msgspec.msgpack.decode(message, type=list[bytes]) for message in messages[len(members) :]]
@@ -231,14 +233,9 @@ class GroupRanks:
         return has_rung
 
     def _ring_if_sender_ended(self, number: int) -> None:
-        """Rings this rank's own bell if the process of a sender has ended without sending its message."""
+        """Rings this rank's own bell if a sender will not send its message: its process has ended, or calls another."""
         if self._attendance.look_for_senders(self._call_store, number):
             self._put(bell_key(number, self.rank), b"")
-
-    def _raise_ended(self) -> None:
-        if ended := self._attendance.ended:
-            self._departures.leave_for(ended)
-            raise self._attendance.ended_error(ended)
 
     def _forward_block(self, number: int, payload: bytes) -> None:
         """Forwards the messages of the block, as its leader. Raises `ended_error` if a member has ended. Forwards
@@ -251,7 +248,7 @@ class GroupRanks:
         # Until this message has arrived, the coordinator sends down nothing but a verdict.
         if any(map(self._call_store.is_set, (HAS_FAILURE, down_key(self._num_down, "all")))):
             return
-        self._raise_ended()
+        self._attendance.raise_found(self._departures.leave_for)
         payloads = [payload, *self._take([up_key(number, rank) for rank in self._blocks.members(self.rank)])]
         message = msgspec.msgpack.encode(payloads)
         self._send_up(number, block_key(number, self.rank), message, reader=COORDINATOR)
@@ -348,7 +345,7 @@ class GroupRanks:
     def _receive_down(self) -> bytes:
         number = self._num_down
         key = down_key(number, "all")
-        is_there = self._call_store.wait(key, self._reply_timeout_s, look=lambda: self._note_end_of_coordinator(key))
+        is_there = self._call_store.wait(key, self._reply_timeout_s, look=lambda: self._look_for_coordinator(key))
         message = get_message(self._store, key) if is_there else b""
         if not is_there or message == _ENDED:
             self._has_given_up = True
@@ -376,9 +373,11 @@ class GroupRanks:
         self._block_keys += keys_of(key, block_message) if self._blocks.is_leader else []
         return msgspec.msgpack.decode(block_message, type=list[bytes])[self.rank - self._blocks.leader]
 
-    def _note_end_of_coordinator(self, key: str) -> None:
+    def _look_for_coordinator(self, key: str) -> None:
         """Puts a message for all ranks in the coordinator's place if its process has ended."""
-        if self._attendance.look_for_coordinator(self._num_down) and not self._call_store.is_set(key):
+        is_first = not (self._num_up or self._num_down or self._has_failed)
+        has_ended = self._attendance.look_for_coordinator(self._call_store, self._num_down, is_first=is_first)
+        if has_ended and not self._call_store.is_set(key):
             self._put(key, _ENDED)
 
     def _failures(self) -> list[CheckpointError]:

@@ -1,8 +1,11 @@
-"""The steps of branches that training left when it went back to an earlier step, and the steps on no such branch."""
+"""The steps of branches that training left when it went back to an earlier step, and the steps on no such branch; also
+those of a second root, which has copies of steps that the first one has deleted.
+"""
 
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -18,27 +21,47 @@ BRANCH_NAME = "manager/branch.json"
 MAX_RECORD_BYTES = 1 << 25
 """Limit of an object. A record has the metrics of a manifest again, which take up to six times the bytes as JSON."""
 _IN_FLIGHT = 16
+_MAX_STARTS = 1000
+"""Starts of branches that are remembered, of which each restart of a run makes one."""
+_PREFIX_CHARACTERS = 8
 _DAMAGED = "damaged"
 """Stands for the save id of a checkpoint whose manifest is damaged."""
 
 
-class Branch(msgspec.Struct, frozen=True):
-    """Steps that training left behind when it went back to an earlier one."""
+class BranchStart(msgspec.Struct, frozen=True):
+    """The checkpoint from which training went on."""
 
-    abandoned: dict[str, str] = {}
-    """Save id by step."""
+    step: int
+    save_id: str
+
+    def leaves(self, step: int, save_id: str) -> bool:
+        """Returns True if training leaves a checkpoint that was made before when it goes on from here."""
+        return step > self.step or (step == self.step and save_id != self.save_id)
+
+
+class Branch(msgspec.Struct, frozen=True):
+    """The branch that training is on."""
+
+    abandoned: dict[int, str] = {}
+    """By step, the save ids of the steps that training left behind when it went back to an earlier one."""
+    starts: dict[str, BranchStart] = {}
+    """The starts of this branch and of those before it, the newest last. A name begins with the prefix of the save ids
+    that follow. The record of a second root has those that its `abandoned` takes into account."""
 
 
 def read_abandoned(store: Store) -> dict[int, str]:
-    """Returns by step the save ids of the steps that training left behind when it went back to an earlier one. Raises
-    CheckpointCorruptError (bad_manifest) if their record is damaged; UnsafeCheckpointError if it is too long
-    (limits_exceeded), or a link out of the root (path_escape).
+    """Returns the `abandoned` steps of `read_branch`, and raises as that does."""
+    return read_branch(store).abandoned
+
+
+def read_branch(store: Store) -> Branch:
+    """Returns the branch that training is on. Raises CheckpointCorruptError (bad_manifest) if its record is damaged;
+    UnsafeCheckpointError if it is too long (limits_exceeded), or a link out of the root (path_escape).
     """
     try:
-        branch = msgspec.json.decode(read_whole(store, BRANCH_NAME, max_bytes=MAX_RECORD_BYTES), type=Branch)
-        return {int(step): save_id for step, save_id in branch.abandoned.items() if step.isdecimal()}
+        return msgspec.json.decode(read_whole(store, BRANCH_NAME, max_bytes=MAX_RECORD_BYTES), type=Branch)
     except CheckpointNotFoundError:
-        return {}
+        return Branch()
     except UnsafeCheckpointError:
         raise
     except (
@@ -54,24 +77,28 @@ def read_abandoned(store: Store) -> dict[int, str]:
         ) from error
 
 
-def present_abandoned(store: Store, abandoned: Mapping[int, str] | None = None) -> dict[int, str]:
-    """Returns the save ids of the abandoned steps by step, without steps that were deleted or replaced since.
-    `abandoned` is as for `newest_steps`.
+def present_abandoned(store: Store, branch: Branch | None = None) -> dict[int, str]:
+    """Returns the save ids of the abandoned steps by step, without steps that were deleted or replaced since. `branch`
+    is as for `newest_steps`.
     """
-    abandoned_ids = read_abandoned(store) if abandoned is None else abandoned
+    abandoned_ids = (read_branch(store) if branch is None else branch).abandoned
     found = save_ids_of(store, list(abandoned_ids))
     return {step: save_id for step, save_id in abandoned_ids.items() if found.get(step) == save_id}
 
 
-def steps_left_behind(store: Store, step: int, *, held: str = "") -> dict[int, str]:
-    """Returns by step the save ids of all steps that are abandoned if training goes on from `step`: the later ones, and
-    those that were abandoned before and still exist. `step` itself is among them only if training goes on from the save
-    with the id `held`, which memory may hold alone, and storage has another one.
+def begin_branch(store: Store, start: BranchStart, *, prefix: str, is_held: bool) -> Branch:
+    """Returns the branch on which training is if it goes on from `start`; `prefix` begins the ids of its saves.
+
+    Abandoned are the later steps, and those that were abandoned before and still exist. The step of `start` itself is
+    among them only if memory may hold it alone (`is_held`), and storage has another checkpoint of that step.
     """
+    step, known = start.step, read_branch(store)
     later = list(itertools.takewhile(lambda newer: newer > step, layout.newest_steps(store)))
-    abandoned = present_abandoned(store) | save_ids_of(store, [*later, step] if held else later)
-    own_id = held or abandoned.get(step)
-    return {number: save_id for number, save_id in abandoned.items() if (number, save_id) != (step, own_id)}
+    abandoned = present_abandoned(store, known) | save_ids_of(store, [*later, step] if is_held else later)
+    own_id = start.save_id if is_held else abandoned.get(step)
+    left = {number: save_id for number, save_id in abandoned.items() if (number, save_id) != (step, own_id)}
+    earlier = list(known.starts.items())[1 - _MAX_STARTS :]
+    return Branch(left, dict([*earlier, (f"{prefix}-{secrets.token_hex(4)}", start)]))
 
 
 def save_ids_of(store: Store, steps: Sequence[int]) -> dict[int, str]:
@@ -87,26 +114,44 @@ def _save_id_or_damaged(store: Store, step: int) -> str:
         return _DAMAGED
 
 
-def newest_steps(store: Store, abandoned: Mapping[int, str] | None = None) -> Iterator[int]:
+def newest_steps(store: Store, branch: Branch | None = None) -> Iterator[int]:
     """Yields the committed steps that are not abandoned, newest first. Costs one listing of the root, a look for the
-    manifest of each step, and a read of the manifest only for steps in `abandoned`, which has save ids by step; None
-    reads them with `read_abandoned`.
+    manifest of each step, and a read of the manifest only for steps that `branch` has as abandoned; None reads it with
+    `read_branch`.
     """
-    abandoned_ids = read_abandoned(store) if abandoned is None else abandoned
+    abandoned_ids = (read_branch(store) if branch is None else branch).abandoned
     for step in layout.newest_steps(store):
         if step not in abandoned_ids or _save_id_or_damaged(store, step) != abandoned_ids[step]:
             yield step
 
 
-def write_abandoned(store: Store, abandoned: Mapping[int, str]) -> None:
-    """Writes the abandoned steps, save ids by step, and replaces all that were written before."""
-    store.write(BRANCH_NAME, one_block(_encode(abandoned)), replace=True)
+def branch_of_copies(source: Branch, known: Branch, copies: Mapping[int, str], *, kept: Mapping[int, str]) -> Branch:
+    """Returns the branch for a root that has copies of checkpoints of another one, whose branch is `source`; `known` is
+    the one that it has had. `copies` are the save ids of the copies by step, `kept` those of the other root's steps
+    that are not abandoned.
+
+    The other root may have deleted steps whose copies stay, so that its branch does not list them. A copy after a start
+    that is not `known` was made before that start, because this is called before each later copy is made. Copies of
+    other runs, whose save ids begin with none of the prefixes of this one, are not abandoned.
+    """
+    starts = source.starts.values()
+    save_ids = [*kept.values(), *source.abandoned.values(), *(start.save_id for start in starts), *source.starts]
+    prefixes = {save_id[:_PREFIX_CHARACTERS] for save_id in save_ids}
+    new = [start for name, start in source.starts.items() if name not in known.starts]
+
+    def is_left(step: int, save_id: str) -> bool:
+        is_newly_left = save_id[:_PREFIX_CHARACTERS] in prefixes and any(start.leaves(step, save_id) for start in new)
+        return kept.get(step) != save_id and (is_newly_left or known.abandoned.get(step) == save_id)
+
+    left = {step: save_id for step, save_id in copies.items() if is_left(step, save_id)}
+    return Branch({**source.abandoned, **left}, source.starts)
 
 
-def unwritten_abandoned(store: Store, abandoned: Mapping[int, str] | None) -> list[RootObject]:
-    """Returns what `write_abandoned` would write, for a recovery that commits the save; nothing for None."""
-    return [] if abandoned is None else [root_object(store, BRANCH_NAME, _encode(abandoned))]
+def write_branch(store: Store, branch: Branch) -> None:
+    """Writes the branch in place of the one that was written before."""
+    store.write(BRANCH_NAME, one_block(msgspec.json.encode(branch)), replace=True)
 
 
-def _encode(abandoned: Mapping[int, str]) -> bytes:
-    return msgspec.json.encode(Branch({str(step): save_id for step, save_id in abandoned.items()}))
+def unwritten_branch(store: Store, branch: Branch | None) -> list[RootObject]:
+    """Returns what `write_branch` would write, for a recovery that commits the save; nothing for None."""
+    return [] if branch is None else [root_object(store, BRANCH_NAME, msgspec.json.encode(branch))]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,7 +31,7 @@ from bytecheckpoint.manager.data.managed_data import ManagedData
 from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves, OwnedRoot
 from bytecheckpoint.manager.options import ManagerOptions, check_options, check_policies
-from bytecheckpoint.manager.ownership import OpenedRoot, claim
+from bytecheckpoint.manager.ownership import OpenedRoot, claim, look_at
 from bytecheckpoint.manager.restore import (
     RestoreChoice,
     begin_attempt,
@@ -87,8 +86,6 @@ class CheckpointManager:
         self._root, self._role = fix_place(layout.root_of(root, role)), role
         self._policy, self._keep = save, keep
         self._goodput = Goodput()
-        self._store = open_store(self._root, storage_options=storage_options, writer_threads=1)
-        self._run = ManagedRun(self._root, self._store, framework, process_group, storage_options)
         timeout_s = self._options.save.timeout_s
         self._decisions = Decisions(process_group, showable_url(str(self._root)), timeout_s=timeout_s)
         self._rank = rank_in(process_group)
@@ -99,7 +96,9 @@ class CheckpointManager:
         self._is_closed = False
         self.next_step = 0
         """First step to train: the restored step + 1, or 0 if none was restored."""
-        opened = self._decisions.decide_together(f"opening {self._root}", self._open, OpenedRoot)
+        find = partial(self._find_store, storage_options)
+        opened = self._decisions.decide_alike("opening the root", find, self._open, OpenedRoot)
+        self._run = ManagedRun(self._root, self._store, framework, process_group, storage_options)
         log = log_of(self._store, opened.generation, process_group, timeout_s=timeout_s)
         self._saves = ManagedSaves(
             self._run, self._options, decisions=self._decisions, goodput=self._goodput, owned=self._owned, log=log
@@ -117,32 +116,29 @@ class CheckpointManager:
         )
         self._stop = join_stop(self._requests, process_group, token=opened.token, timeout_s=timeout_s)
 
+    def _find_store(self, storage_options: Mapping[str, Any] | None) -> str:
+        """Finds the store of the root, on each rank; returns what must not differ between ranks."""
+        self._store = open_store(self._root, storage_options=storage_options, writer_threads=1)
+        return f"{showable_url(self._root)}{' (read_only)' if self._options.read_only else ''}"
+
     def _open(self) -> OpenedRoot:
         """Opens the root, on rank 0, without reading every step."""
         if self._options.read_only:
-            return self._look(None, 0)
+            return look_at(self._store, None, 0)
         options = self._options
         target = open_second(options, self._role)  # before the claim: it may refuse what it is given
         abandoned_steps.read_abandoned(self._store)  # likewise: a damaged list must not end a run that goes on
         clock = StorageClock(offset_of(self._store))
         generation = claim(self._store, time=clock.now())
         end_pins_ahead(self._store)
-        opened = self._look(clock, generation.number)  # after the claim: later commits of others are not seen here
+        # After the claim: later commits of others are not seen here.
+        opened = look_at(self._store, clock, generation.number)
         background = Background(generation, self._keep, clock, reads_steps=not save_policies.is_step_only(self._policy))
         self._owned = OwnedRoot(generation, background, clock)
         if target is not None:
             background.cool_down(target, options.cool_down_keep or _KEEP_ALL, overwrites=options.save.overwrite)
         background.begin()
         return opened
-
-    def _look(self, clock: StorageClock | None, generation: int) -> OpenedRoot:
-        """Returns the root as it is found. Moves the clock, unless None, past the commit of the newest step."""
-        newest, save_s = next(layout.newest_steps(self._store), None), 0.0
-        if newest is not None and clock is not None and (found := step_records.read_step(self._store, newest)):
-            clock.keep_after(found.info.time)
-            save_s = found.info.seconds.get("total", 0.0)
-        abandoned = sorted(abandoned_steps.present_abandoned(self._store))
-        return OpenedRoot(secrets.token_hex(8), newest, abandoned, save_s, generation)
 
     def restore(
         self,
@@ -175,7 +171,7 @@ class CheckpointManager:
         passed_over: dict[int, str] = {}
         while True:
             choice = self._decisions.decide_together(
-                f"choosing what to restore from {self._root}", partial(self._choose, step, passed_over), RestoreChoice
+                "choosing what to restore", partial(self._choose, step, passed_over), RestoreChoice
             )
             passed_over.update(choice.passed_over)
             if choice.step is None:
@@ -223,14 +219,14 @@ class CheckpointManager:
     def _continue_from(self, report: LoadReport, step: int, passed_over: Collection[int], *, was_resumed: bool) -> None:
         """Makes the restored step the newest: later ones become abandoned. `was_resumed`: memory was looked at."""
         warn_of_ignored(report, rank=self._rank)
-        held = report.save_id if self._memory.is_on else ""
-        find_abandoned = partial(abandoned_steps.steps_left_behind, self._store, step, held=held)
-        abandoned = self._decisions.decide_together("leaving later steps", find_abandoned, dict[int, str])
-        self._saves.go_on_from(step, abandoned, was_resumed=was_resumed)
+        prefix = "" if self._owned is None else self._owned.generation.save_id_prefix
+        start = abandoned_steps.BranchStart(step, report.save_id)
+        begin = partial(abandoned_steps.begin_branch, self._store, start, prefix=prefix, is_held=self._memory.is_on)
+        branch = self._decisions.decide_together("leaving later steps", begin, abandoned_steps.Branch)
+        self._saves.go_on_from(step, branch, was_resumed=was_resumed)
         self.next_step = step + 1
         if self._owned is not None:
-            self._owned.background.hold_restored(step, passed_over)
-            self._owned.background.steps.set_abandoned(abandoned)
+            self._owned.background.go_on_from(step, branch, passed_over)
 
     def due(self, step: int) -> bool:
         """Returns True if `save` of this step, without `force`, would save to storage. All ranks call it together."""

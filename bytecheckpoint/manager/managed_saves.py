@@ -25,7 +25,8 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.info import CheckpointInfo, LoadReport
-from bytecheckpoint.manager import abandoned_steps, step_records
+from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager.abandoned_steps import Branch, write_branch
 from bytecheckpoint.manager.after_commit.background import Background, Commit
 from bytecheckpoint.manager.after_commit.step_marks import StepMarks, end_pin_ahead, metrics_of_rank_0, pin_ahead
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
@@ -122,10 +123,10 @@ class ManagedSaves:
         """Step that was restored, if memory alone holds it."""
         self.abandoned: set[int] = set()
         """Steps of branches that training left, without those that this manager has saved anew."""
-        self.new_branch: dict[int, str] | None = None
-        """By step, the save ids of all steps that the last restore has made or left abandoned. The next commit writes
-        them to the store: rank 0 then has None here, and the others keep them, which stay true until the next restore.
-        None too before the first restore, and if the manager only reads: the store says what training has left."""
+        self.new_branch: Branch | None = None
+        """The branch that the last restore has begun. The next commit writes it to the store: rank 0 then has None
+        here, and the others keep it, which stays true until the next restore. None too before a restore, and if the
+        manager only reads: the store has it."""
         self.has_left_memory = False
         """True from a restore that did not look at memory until a save succeeds: memory may hold later steps, which
         training has left."""
@@ -158,13 +159,11 @@ class ManagedSaves:
         )
         self.memory_step = None if is_stored else step
 
-    def go_on_from(self, step: int, abandoned: Mapping[int, str], *, was_resumed: bool) -> None:
-        """Notes the restored step, and by step the save ids of the steps that are abandoned from now on. `was_resumed`
-        is True if the restore has looked at memory.
-        """
-        self.begin_at(step, abandoned)
+    def go_on_from(self, step: int, branch: Branch, *, was_resumed: bool) -> None:
+        """Notes the restored step, and the branch that begins there; `was_resumed`: the restore looked at memory."""
+        self.begin_at(step, branch.abandoned)
         self.durable_step, self.memory_step, self.has_left_memory = step, None, not was_resumed
-        self.new_branch = None if self._options.read_only else dict(abandoned)
+        self.new_branch = None if self._options.read_only else branch
 
     def begin(
         self,
@@ -251,7 +250,7 @@ class ManagedSaves:
         owned.generation.check(outcome="Nothing of this save was committed. ")
         # Before the pin, so that the next manager knows which checkpoint was pinned ahead of its replacement.
         if self.new_branch is not None:
-            abandoned_steps.write_abandoned(self._run.store, self.new_branch)
+            write_branch(self._run.store, self.new_branch)
             self.new_branch = None
         if pin:
             self._pinned_ahead.add(step)

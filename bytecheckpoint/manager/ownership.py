@@ -5,6 +5,7 @@ left half written is known by their prefixes and can be cleared at once. Knows n
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from bytecheckpoint.errors import (
     CheckpointSaveError,
     UnsafeCheckpointError,
 )
+from bytecheckpoint.manager import abandoned_steps, step_records
+from bytecheckpoint.manager.agreement.decisions import StorageClock
 from bytecheckpoint.storage import garbage, layout
 from bytecheckpoint.storage.inventory import HasInventory
 from bytecheckpoint.storage.paths import join_name
@@ -44,6 +47,16 @@ class OpenedRoot(msgspec.Struct, frozen=True):
     """Seconds that the newest save took; 0.0 if it left no record."""
     generation: int
     """Number of the claimed generation; 0 if the manager only reads."""
+
+
+def look_at(store: Store, clock: StorageClock | None, generation: int) -> OpenedRoot:
+    """Returns the root as it is found. Moves the clock, unless None, past the commit of the newest step."""
+    newest, save_s = next(layout.newest_steps(store), None), 0.0
+    if newest is not None and clock is not None and (found := step_records.read_step(store, newest)):
+        clock.keep_after(found.info.time)
+        save_s = found.info.seconds.get("total", 0.0)
+    abandoned = sorted(abandoned_steps.present_abandoned(store))
+    return OpenedRoot(secrets.token_hex(8), newest, abandoned, save_s, generation)
 
 
 class Claim(msgspec.Struct, frozen=True):

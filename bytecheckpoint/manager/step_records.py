@@ -25,7 +25,7 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
-from bytecheckpoint.manager.abandoned_steps import MAX_RECORD_BYTES, read_abandoned, unwritten_abandoned
+from bytecheckpoint.manager.abandoned_steps import MAX_RECORD_BYTES, Branch, read_abandoned, unwritten_branch
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import layout
@@ -152,13 +152,11 @@ def _pin(time: float) -> dict[str, float]:
     return {"version": _VERSION, "time": time}
 
 
-def unwritten(
-    store: Store, abandoned: Mapping[int, str] | None, pinned: int | None, clock: Callable[[], float]
-) -> list[RootObject]:
-    """Returns what `write_abandoned` and, for the step `pinned`, `write_pin` would write, for a recovery that commits
+def unwritten(store: Store, branch: Branch | None, pinned: int | None, clock: Callable[[], float]) -> list[RootObject]:
+    """Returns what `write_branch` and, for the step `pinned`, `write_pin` would write, for a recovery that commits
     the save; nothing for None.
     """
-    objects = unwritten_abandoned(store, abandoned)
+    objects = unwritten_branch(store, branch)
     if pinned is not None:
         name = join_name(layout.step_folder(pinned), PIN_NAME)
         objects.append(root_object(store, name, msgspec.json.encode(_pin(clock()))))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -387,7 +388,9 @@ def test_the_time_of_a_late_rank_counts_from_the_begin_of_the_wait(
 ) -> None:
     clock = [100.0]
     monkeypatch.setattr(attendance, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    waiting = Attendance(RankBlocks(0, 3, 64), NAMES, 600.0, None, call="save", has_called=lambda _: False)
+    waiting = Attendance(
+        RankBlocks(0, 3, 64), NAMES, 600.0, None, call="save", has_called=lambda _: False, put=lambda *_: None
+    )
     with caplog.at_level("WARNING", logger="bytecheckpoint"):
         for clock[0] in (200.0, 229.0):  # before, an earlier save was under way
             assert not waiting.look_for_senders(call_store(HashStore()), 0)
@@ -531,6 +534,57 @@ def test_ranks_that_make_different_calls_are_refused_by_name() -> None:
     assert all("rank 9 called load while rank 4 called save" in str(error) for error in errors)
 
 
+@pytest.mark.parametrize(("listener", "late"), [(1, 0), (3, 3), (4, 0), (6, 6)])
+@pytest.mark.parametrize("block_ranks", [3, 64])
+def test_a_rank_that_waits_in_another_call_than_the_coordinator_is_named_at_once(
+    listener: int, late: int, block_ranks: int
+) -> None:
+    store = HashStore()
+    calls = ["report" if rank == listener else "save" for rank in range(7)]
+    ranks = [
+        GroupRanks(lambda: call_store(store), rank, range(10, 17), 60.0, block_ranks=block_ranks, call=call, watch=None)
+        for rank, call in enumerate(calls)
+    ]
+
+    def run(of_rank: Ranks) -> CheckpointError:
+        time.sleep(0.6 if of_rank.rank == late else 0.0)
+        exchange = partial(of_rank.broadcast, b"") if of_rank.rank == listener else of_rank.barrier
+        with pytest.raises(CheckpointMismatchError) as raised, together(of_rank, "trying", about=ABOUT):
+            exchange()
+        return raised.value
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(7) as pool:
+        errors = list(pool.map(run, ranks))
+    assert time.monotonic() - started < 20
+    assert {(error.kind, error.ranks) for error in errors} == {("conflict", (10 + listener,))}
+    assert all(f"rank {10 + listener} called report while rank 10 called save" in str(error) for error in errors)
+    assert store.num_keys() == 0
+
+
+def test_a_rank_that_waits_for_a_slow_coordinator_is_in_the_same_call() -> None:
+    store = HashStore()
+    ranks = [
+        GroupRanks(lambda: call_store(store), rank, NAMES, 20.0, block_ranks=64, call="load", watch=None)
+        for rank in range(3)
+    ]
+
+    def run(of_rank: Ranks) -> list[bytes]:
+        if of_rank.rank == 0:
+            time.sleep(0.6)
+        of_rank.broadcast(b"x")
+        if of_rank.rank == 1:
+            time.sleep(0.6)
+        gathered = of_rank.gather(b"y")
+        of_rank.barrier()
+        of_rank.close()
+        return gathered
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(run, ranks)) == [[b"y"] * 3, [], []]
+    assert store.num_keys() == 0
+
+
 def test_a_rank_that_gets_the_answer_to_another_call_says_which_calls_were_made() -> None:
     store = HashStore()
     coordinator, other = (
@@ -542,7 +596,7 @@ def test_a_rank_that_gets_the_answer_to_another_call_says_which_calls_were_made(
     with pytest.raises(CheckpointMismatchError) as raised, together(other, "trying", about=ABOUT):
         other.reduce_scatter(b"x", lambda payloads: payloads)
     assert time.monotonic() - started < 10
-    assert "rank 5 called save while rank 4 called CheckpointManager" in str(raised.value)
+    assert "rank 5 called save while rank 4 called CheckpointManager; this rank did nothing" in str(raised.value)
     assert raised.value.ranks == (5,)
     coordinator.close()
     assert store.num_keys() == 0

@@ -15,7 +15,7 @@ from storage.s3_service import S3Service
 
 import bytecheckpoint as bcp
 from bytecheckpoint import keep_policies, save_policies
-from bytecheckpoint.errors import CheckpointCorruptError, CheckpointSaveError, StorageError
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointSaveError, StorageError
 from bytecheckpoint.manager.after_commit import background, retried_work, second_root
 
 EVERY = save_policies.EverySteps(1)
@@ -186,6 +186,86 @@ def test_a_branch_that_training_left_is_replaced_there_too(tmp_path: Path) -> No
         manager.save(2, state_at(20))
     assert bcp.steps(tmp_path / "there") == [1, 2, 3]
     assert value_of(tmp_path / "there", 2) == 20
+
+
+def go_on_there(tmp_path: Path) -> tuple[int | None, float]:
+    """Returns the step that a run which goes on in the second root restores, and its value."""
+    state = state_at(-1)
+    with bcp.CheckpointManager(tmp_path / "there", save=EVERY) as manager:
+        report = manager.restore(state)
+    assert report is not None
+    return report.step, float(state["weight"][0])
+
+
+def test_copies_of_a_left_branch_are_replaced_where_the_first_root_has_deleted_their_steps(tmp_path: Path) -> None:
+    with manager_at(tmp_path, keep=keep_policies.Latest(2)) as manager:
+        manager.save(1, state_at(1), pin=True)
+        save_steps(manager, 2, 3, 4, 5, 6)
+    assert (bcp.steps(tmp_path / "here"), bcp.steps(tmp_path / "there")) == ([1, 5, 6], [1, 2, 3, 4, 5, 6])
+    with manager_at(tmp_path, keep=keep_policies.Latest(2)) as manager:
+        manager.restore(state_at(0), step=1)
+        for step in (2, 3):
+            manager.save(step, state_at(step * 10))
+    assert [value_of(tmp_path / "there", step) for step in range(1, 7)] == [1, 20, 30, 4, 5, 6]
+    assert go_on_there(tmp_path) == (3, 30)
+
+
+def test_copies_of_a_left_branch_are_replaced_by_a_later_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StorageError("the network is down", kind="unavailable")
+
+    monkeypatch.setattr(background, "_FAILING_S", 0.2)
+    with manager_at(tmp_path, keep=keep_policies.All()) as manager:
+        save_steps(manager, 1, 2, 3, 4, 5)
+    bcp.delete(tmp_path / "here", step=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(second_root, "write_branch", refuse)
+        for back_to, step in ((1, 2), (2, 3)):
+            manager = manager_at(tmp_path, cool_down_keep=keep_policies.All())
+            manager.restore(state_at(0), step=back_to)
+            manager.save(step, state_at(step * 10))
+            with pytest.raises(StorageError, match="network is down"):
+                manager.close()
+            assert {back_to, step} <= set(bcp.steps(tmp_path / "here")), "neither restored nor copied yet"
+        assert [value_of(tmp_path / "there", step) for step in (1, 2, 3, 4, 5)] == [1, 2, 3, 4, 5]
+    with manager_at(tmp_path, cool_down_keep=keep_policies.Latest(2)) as manager:
+        report = manager.restore(state_at(0))
+        assert report is not None
+        assert report.step == 3
+        manager.save(4, state_at(40))
+    assert bcp.steps(tmp_path / "there") == [3, 4]
+    assert [value_of(tmp_path / "there", step) for step in (3, 4)] == [30, 40]
+    assert go_on_there(tmp_path) == (4, 40)
+
+
+def test_the_copy_of_a_left_step_from_which_training_goes_on_after_all_is_no_longer_left(tmp_path: Path) -> None:
+    with manager_at(tmp_path, keep=keep_policies.All()) as manager:
+        save_steps(manager, 1, 2, 3)
+    for back_to, step in ((1, 5), (3, 4)):
+        with manager_at(tmp_path, keep=keep_policies.All()) as manager:
+            manager.restore(state_at(0), step=back_to)
+            save_steps(manager, step)
+    bcp.delete(tmp_path / "there", step=4)
+    assert go_on_there(tmp_path) == (3, 3)
+
+
+def test_copies_of_another_run_are_not_of_a_branch_that_training_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_FAILING_S", 0.2)
+    with manager_at(tmp_path, keep=keep_policies.All()) as manager:
+        save_steps(manager, 4, 5, 6)
+    (tmp_path / "here").rename(tmp_path / "other")
+    with manager_at(tmp_path, keep=keep_policies.All()) as manager:
+        save_steps(manager, 1, 2, 3)
+    manager = manager_at(tmp_path, keep=keep_policies.All())
+    manager.restore(state_at(0), step=1)
+    save_steps(manager, 2, 4)
+    with pytest.raises(CheckpointExistsError, match="another checkpoint"):
+        manager.close()
+    assert [value_of(tmp_path / "there", step) for step in (4, 5, 6)] == [4, 5, 6]
 
 
 def test_a_step_that_another_program_deleted_before_its_copy_is_not_waited_for(

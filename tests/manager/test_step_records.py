@@ -151,7 +151,7 @@ def test_a_record_behind_a_link_out_of_the_root_is_refused_and_not_absent(store:
 def test_abandoned_steps_whose_record_is_too_long_do_not_count_as_good(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    abandoned_steps.write_abandoned(store, {2: committed_save_id(store, folder(2))})
+    abandoned_steps.write_branch(store, abandoned_steps.Branch({2: committed_save_id(store, folder(2))}))
     assert list(abandoned_steps.newest_steps(store)) == [1]
     monkeypatch.setattr(abandoned_steps, "MAX_RECORD_BYTES", 10)
     for read in (abandoned_steps.read_abandoned, list_steps, lambda it: list(abandoned_steps.newest_steps(it))):
@@ -167,7 +167,7 @@ def test_abandoned_steps_whose_record_is_too_long_do_not_count_as_good(
 def test_abandoned_steps_whose_record_is_damaged_do_not_count_as_good(
     store: Store, tmp_path: Path, content: str
 ) -> None:
-    abandoned_steps.write_abandoned(store, {2: committed_save_id(store, folder(2))})
+    abandoned_steps.write_branch(store, abandoned_steps.Branch({2: committed_save_id(store, folder(2))}))
     (tmp_path / abandoned_steps.BRANCH_NAME).write_text(content)
     for read in (abandoned_steps.read_abandoned, list_steps, lambda it: list(abandoned_steps.newest_steps(it))):
         with pytest.raises(CheckpointCorruptError, match=r"branch\.json.* is damaged .* no step was restored") as error:
@@ -222,7 +222,9 @@ def test_files_of_others_are_no_records(store: Store, tmp_path: Path) -> None:
 
 
 def test_abandoned_steps_come_first(store: Store) -> None:
-    abandoned_steps.write_abandoned(store, {2: committed_save_id(store, folder(2)), 1: "of another save"})
+    abandoned_steps.write_branch(
+        store, abandoned_steps.Branch({2: committed_save_id(store, folder(2)), 1: "of another save"})
+    )
     assert [step.info.step for step in list_steps(store)] == [2, 1]
     assert list(abandoned_steps.newest_steps(store)) == [1]
     assert list(abandoned_steps.present_abandoned(store)) == [2]

@@ -248,7 +248,7 @@ def test_it_works_on_a_url(call) -> None:
 def test_steps_that_training_left_behind_go_first(call, run) -> None:
     store = store_at(run)
     abandoned = {step: layout.committed_save_id(store, folder(step)) for step in (2000, 2500)}
-    abandoned_steps.write_abandoned(store, abandoned)
+    abandoned_steps.write_branch(store, abandoned_steps.Branch(abandoned))
     ended = call("keep", run, "--latest", 2, "--json")
     assert kept_steps(ended) == [1000, 1500]
     assert [item["step"] for item in ended.json["checkpoints"] if item["abandoned"]] == [2000, 2500]

@@ -102,7 +102,7 @@ def test_rm_refuses_the_newest_behind_a_link(call, tmp_path) -> None:
 
 def test_the_newest_is_the_one_with_which_a_restart_goes_on(call, run) -> None:
     store = store_at(run)
-    abandoned_steps.write_abandoned(store, {15: layout.committed_save_id(store, "step_00000015")})
+    abandoned_steps.write_branch(store, abandoned_steps.Branch({15: layout.committed_save_id(store, "step_00000015")}))
     assert call("rm", run, "--step", 10).code == 2
     assert call("rm", run, "--step", 15).code == 0
 

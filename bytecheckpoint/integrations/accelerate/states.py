@@ -240,7 +240,7 @@ def _saved_models(accelerator: Any, path: str, decisions: Decisions) -> dict[int
         return list(models) if sharded else kept
 
     # On every rank, also without hooks: programs may register them on one alone.
-    agreed = decisions.agree(f"running the hooks before the save to {showable_url(path)}", run_hooks, list[int])
+    agreed = decisions.agree("running the hooks before the save", run_hooks, list[int])
     return {number: models[number] for number in agreed}
 
 
@@ -257,7 +257,7 @@ def _loaded_models(accelerator: Any, path: str, decisions: Decisions) -> dict[in
         for hook in hooks.values():
             hook(left, path)
 
-    decisions.do(f"running the hooks before the load from {showable_url(path)}", run_hooks)
+    decisions.do("running the hooks before the load", run_hooks)
     return {number: each for number, each in models.items() if not is_asked or any(each is other for other in left)}
 
 
@@ -297,8 +297,7 @@ def _project_root(accelerator: Any) -> str:
 
 def _decide(root: str, arguments: Mapping[str, Any], default: SaveOptions | LoadOptions, decide: Any, kind: Any) -> Any:
     """Returns on all ranks what rank 0 finds in the project; an error of it is raised by all."""
-    doing = f"looking at the checkpoints in {showable_url(root)}"
-    return _decisions(root, arguments, default).decide_together(doing, decide, kind)
+    return _decisions(root, arguments, default).decide_together("looking at the checkpoints", decide, kind)
 
 
 def _decisions(path: str, arguments: Mapping[str, Any], default: SaveOptions | LoadOptions) -> Decisions:

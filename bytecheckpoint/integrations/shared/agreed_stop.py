@@ -29,9 +29,7 @@ class AgreedStop:
         the other ranks.
         """
         decisions = Decisions(None, os.fspath(root), timeout_s=timeout_s)
-        token = decisions.decide_together(
-            f"beginning to train in {os.fspath(root)}", partial(secrets.token_hex, 8), str
-        )
+        token = decisions.decide_together("beginning to train", partial(secrets.token_hex, 8), str)
         self._requests = StopRequests(signals, deadlines=(), needed_s=float)
         try:
             self._agreement = join_stop(self._requests, None, token=token, timeout_s=timeout_s)

@@ -88,7 +88,7 @@ class TrackedFolder(NamedTuple):
         """
         process_state().saves.wait_until_ended()
         decisions = Decisions(None, self.shown(), timeout_s=self.timeout_s)
-        return decisions.decide_together(f"looking for a checkpoint in {self.shown()}", decide, kind)
+        return decisions.decide_together("looking for a checkpoint", decide, kind)
 
     def read(self) -> str | None:
         """Returns the content of the tracker file without white space around it; None if there is no such file. Raises

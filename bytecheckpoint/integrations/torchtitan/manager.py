@@ -227,9 +227,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
         unknown = set(self.config.exclude_from_loading) - set(self.states) - set(_ENTRIES)
         if unknown:
             raise ValueError(f"checkpoint.exclude_from_loading: {sorted(unknown)} are no states of this run")
-        choice = self._decisions.decide_together(
-            f"looking for a checkpoint in {self.folder}", partial(self._choose, step), LoadChoice
-        )
+        choice = self._decisions.decide_together("looking for a checkpoint", partial(self._choose, step), LoadChoice)
         if not choice.path:
             return False
         self._replaceable = set(choice.replaceable)

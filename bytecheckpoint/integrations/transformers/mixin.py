@@ -161,7 +161,7 @@ class BcpTrainerMixin(Trainer):
             put_trainer_state(found.path, found.record)
             return Resume(found.path, found.record.without_state())
 
-        found = self._bcp_decide_together(f"looking for a checkpoint in {self.args.output_dir}", find)
+        found = self._bcp_decide_together("looking for a checkpoint", find)
         if found.refusal:
             raise ValueError(found.refusal)
         return found
@@ -312,7 +312,7 @@ class BcpTrainerMixin(Trainer):
 
     def _bcp_load_model(self, path: str, model: nn.Module | None) -> bool:
         """Loads the model, on all ranks; returns False if the mixin has saved no checkpoint there."""
-        record = self._bcp_decide_together(f"looking at {path}", partial(find_record, path)).record
+        record = self._bcp_decide_together("looking at a checkpoint", partial(find_record, path)).record
         if record is None:
             return False
         model = self.model if model is None else model

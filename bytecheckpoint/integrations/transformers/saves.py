@@ -71,7 +71,7 @@ class TrainerSaves:
         """
         if path == self.newest_path:
             return True
-        return self._decisions.decide_together(f"looking at {path}", lambda: is_committed(path), bool)
+        return self._decisions.decide_together("looking at a checkpoint", lambda: is_committed(path), bool)
 
     def settle(self) -> None:
         """Waits until the save in flight has ended, and raises its error if it failed."""
@@ -131,7 +131,7 @@ class TrainerSaves:
             )
             return True
 
-        self._decisions.decide_together(f"preparing {path}", write_beside, bool)
+        self._decisions.decide_together("preparing a checkpoint", write_beside, bool)
         metadata = marked("transformers", records[0].as_metadata() if records else None)  # that of rank 0 counts
         options = replace(options, overwrite=True)
         handle = api.save(path, state, async_save=async_save, metadata=metadata, options=options)

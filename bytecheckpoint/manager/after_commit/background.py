@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointError, StorageError
 from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager.abandoned_steps import Branch
 from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, StepChange
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.after_commit.save_pauses import OngoingSaves, SavePauses
@@ -103,9 +104,14 @@ class Background:
         )
         self._second.work.ask()
 
-    def hold_restored(self, step: int, passed_over: Collection[int]) -> None:
-        """Keeps the restored step, and the steps that were passed over, which may be good, until the next restore."""
+    def go_on_from(self, step: int, branch: Branch, passed_over: Collection[int]) -> None:
+        """Keeps the restored step, and the steps that were passed over, which may be good, until the next restore, and
+        leaves the steps that `branch`, which begins there, has as abandoned.
+        """
         self._held = {**dict.fromkeys(passed_over, "passed over by restore"), step: "restored"}
+        self.steps.set_abandoned(branch.abandoned)
+        if self._second is not None:
+            self._second.await_branch(branch)
 
     def _delete_after_copy(self) -> None:
         if not self._is_first:  # nothing is deleted before this manager has committed

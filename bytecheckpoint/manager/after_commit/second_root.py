@@ -13,7 +13,7 @@ from functools import partial
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, StorageError
 from bytecheckpoint.manager import step_records
-from bytecheckpoint.manager.abandoned_steps import read_abandoned
+from bytecheckpoint.manager.abandoned_steps import Branch, branch_of_copies, read_branch, write_branch
 from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, ordered
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.after_commit.save_pauses import OngoingSaves, SavePauses
@@ -83,6 +83,10 @@ class SecondRoot:
         self._lock = threading.Lock()
         self._copies: dict[int, StoredStep] | None = None
         """Steps of the second root; None until they are known."""
+        self._branch: Branch | None = None
+        """Branch whose record the second root has; None until it is known."""
+        self._awaited: frozenset[str] = frozenset()
+        """Starts of the branch that training is on. Until the copies that it leaves are marked, all steps wait."""
         self._in_copy: int | None = None
         self._renewed: set[int] = set()
         """Steps whose metrics were reported since the last round began."""
@@ -98,11 +102,15 @@ class SecondRoot:
         """Returns the steps of the first root that must not be deleted now, each with the reason."""
         source_steps = self._steps.all()
         with self._lock:
-            copies, in_copy = self._copies, self._in_copy
-        if copies is None:
+            copies, in_copy, branch = self._copies, self._in_copy, self._branch
+        if copies is None or branch is None or not self._awaited <= branch.starts.keys():
             return {step.info.step: _WAITS for step in source_steps}
         held = {info.step: _WAITS for info in self._missing(source_steps, copies)}
         return held if in_copy is None else {**held, in_copy: "is copied"}
+
+    def await_branch(self, branch: Branch) -> None:
+        """Lets all steps wait until a commit has written this branch, and the copies that it leaves are marked."""
+        self._awaited = frozenset(branch.starts)
 
     def renew(self, step: int) -> None:
         """Asks the thread to copy the metrics that were reported for a step since its copy."""
@@ -135,7 +143,7 @@ class SecondRoot:
         copies = self._read_copies()
         failure: CheckpointError | None = None
         tried: set[str] = set()
-        while infos := [info for info in self._missing(self._steps.all(), copies) if info.save_id not in tried]:
+        while infos := [info for info in self._missing(self._sources(copies), copies) if info.save_id not in tried]:
             tried.add(infos[0].save_id)
             try:
                 self._copy(infos[0], copies)
@@ -148,10 +156,12 @@ class SecondRoot:
             raise failure
         self._pauses.catch_up()
 
-    def _unless_refused(self, delete: Callable[[], object]) -> None:
-        """Calls `delete`. Logs once, and ignores, that the second root permits no deletion, as a backup may."""
+    def _unless_refused(self, change: Callable[[], object]) -> None:
+        """Calls `change`, which deletes or replaces. Logs once, and ignores, that the second root does not permit it,
+        as a backup may not.
+        """
         try:
-            delete()
+            change()
         except StorageError as error:
             if error.kind != "permission":
                 raise
@@ -196,8 +206,7 @@ class SecondRoot:
         self._unless_refused(partial(generation.clear_earlier, before_folder=self._let_saves_go_first))
 
     def _read_copies(self) -> dict[int, StoredStep]:
-        """Returns the steps of the second root, those that were abandoned marked as such."""
-        abandoned = read_abandoned(self._source)
+        """Returns the steps of the second root."""
         if self._copies is None:
             finish = partial(finish_deletions, self._target, now=self._clock.now(), pace=self._pace)
             self._unless_refused(finish)
@@ -207,12 +216,29 @@ class SecondRoot:
         with self._lock:
             self._to_renew |= self._renewed
             self._renewed = set()
-            copies = {
-                step.info.step: step._replace(is_abandoned=abandoned.get(step.info.step) == step.info.save_id)
-                for step in found
-            }
-            self._copies = copies
+            self._copies = copies = {step.info.step: step for step in found}
         return copies
+
+    def _sources(self, copies: dict[int, StoredStep]) -> Sequence[StoredStep]:
+        """Returns the steps of the first root, after the copies of branches that training had left before it committed
+        the newest of them are marked. The second root gets a record of these: a run may go on there.
+        """
+        source_steps = self._steps.all()
+        source = read_branch(self._source)  # after the steps: a branch is written before its first commit
+        known = read_branch(self._target) if self._branch is None else self._branch
+        steps = {step.info.step: step.info.save_id for step in source_steps}
+        kept = {step: save_id for step, save_id in steps.items() if source.abandoned.get(step) != save_id}
+        save_ids = {step: copy.info.save_id for step, copy in copies.items()}
+        branch = branch_of_copies(source, known, save_ids, kept=kept)
+        if branch != known:
+            self._unless_refused(partial(write_branch, self._target, branch))
+        with self._lock:
+            is_new, self._branch = branch != self._branch, branch
+            for step, copy in copies.items():
+                copies[step] = copy._replace(is_abandoned=branch.abandoned.get(step) == copy.info.save_id)
+        if is_new:
+            self._on_copied()
+        return source_steps
 
     def _copy(self, info: StepInfo, copies: dict[int, StoredStep]) -> None:
         """Copies a step to the second root, and adds it to `copies`. Forgets a step that another program deleted."""
@@ -257,7 +283,7 @@ class SecondRoot:
     def _delete_copies(self, copies: dict[int, StoredStep]) -> None:
         """Deletes the copies, but the newest, that neither the policy, a pin nor a lease keeps, also from `copies`."""
         now = self._clock.now()
-        stays = self._wanted(self._steps.all(), copies) | held_by_leases([*copies.values()], now=now).keys()
+        stays = self._wanted(self._sources(copies), copies) | held_by_leases([*copies.values()], now=now).keys()
         for step in ordered([*copies.values()])[:-1]:  # the newest copy always stays
             if step.info.step in stays:
                 continue

@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 import torch.distributed as dist
 
-from bytecheckpoint.distributed.ranks import COORDINATOR, Subject, join_ranks, together
+from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, Subject, check_same, join_ranks, together
 from bytecheckpoint.saving.in_flight import wait_until_numbered
 from bytecheckpoint.storage.inventory import clock_of
 from bytecheckpoint.storage.store import Store
@@ -23,27 +23,40 @@ class Decisions:
     def __init__(self, process_group: dist.ProcessGroup | None, root: str, *, timeout_s: float) -> None:
         self._group = process_group
         self._timeout_s = timeout_s
-        self._about = Subject(root, None, is_save=False, call="CheckpointManager")
+        self._root = root
 
     def decide_together(self, doing: str, decide: Callable[[], T], kind: type[T]) -> T:
         """Returns on every rank what `decide` returns on rank 0; its error is raised on every rank. All ranks call this
         together.
         """
-        wait_until_numbered()
-        ranks = join_ranks(self._group, self._timeout_s, about=self._about)
-        with together(ranks, doing, about=self._about):
+        ranks, about = self._join(doing)
+        with together(ranks, doing, about=about):
             message = msgspec.msgpack.encode(decide()) if ranks.rank == COORDINATOR else b""
             answer = msgspec.msgpack.decode(ranks.broadcast(message), type=kind)
         ranks.close()
         return answer
 
+    def decide_alike(self, doing: str, find: Callable[[], str], decide: Callable[[], T], kind: type[T]) -> T:
+        """Calls `find` on every rank, which has to return the same place on all, then does as `decide_together`. Raises
+        CheckpointMismatchError (conflict) for different places, and on all ranks the error of `find` on one.
+        """
+        ranks, about = self._join(doing)
+
+        def answer(places: list[bytes]) -> list[bytes]:
+            check_same("open", [place.decode() for place in places], ranks.global_ranks)
+            return [msgspec.msgpack.encode(decide())] * len(places)
+
+        with together(ranks, doing, about=about):
+            answered = msgspec.msgpack.decode(ranks.reduce_scatter(find().encode(), answer), type=kind)
+        ranks.close()
+        return answered
+
     def agree(self, doing: str, act: Callable[[], T], kind: type[T]) -> T:
         """Calls `act` on every rank, and returns on all of them what it returns on rank 0; an error of one rank is
         raised on all. All ranks call this together.
         """
-        wait_until_numbered()
-        ranks = join_ranks(self._group, self._timeout_s, about=self._about)
-        with together(ranks, doing, about=self._about):
+        ranks, about = self._join(doing)
+        with together(ranks, doing, about=about):
             own = msgspec.msgpack.encode(act())
             answer = ranks.reduce_scatter(own, lambda answers: [answers[COORDINATOR]] * len(answers))
             agreed = msgspec.msgpack.decode(answer, type=kind)
@@ -52,12 +65,19 @@ class Decisions:
 
     def do(self, doing: str, act: Callable[[], object]) -> None:
         """Calls `act` on every rank; if it fails on one rank, all raise its error. All ranks call this together."""
-        wait_until_numbered()
-        ranks = join_ranks(self._group, self._timeout_s, about=self._about)
-        with together(ranks, doing, about=self._about):
+        ranks, about = self._join(doing)
+        with together(ranks, doing, about=about):
             act()
             ranks.barrier()
         ranks.close()
+
+    def _join(self, doing: str) -> tuple[Ranks, Subject]:
+        """Returns the ranks of a call, and its subject. The name of the call has `doing`, so that a rank which does
+        something else is refused: no path belongs there, which may differ between ranks or hold credentials.
+        """
+        wait_until_numbered()
+        about = Subject(self._root, None, is_save=False, call=f"CheckpointManager ({doing})")
+        return join_ranks(self._group, self._timeout_s, about=about), about
 
 
 class StorageClock:

@@ -114,8 +114,7 @@ class ManagedData:
         self._saves.settle()
         self._decisions.do("bringing the log of data positions up to date", partial(self._catch_up, state))
         loaders = self._loaders
-        doing = f"choosing data positions of {self._run.root}"
-        choice = self._decisions.decide_together(doing, partial(self._choose, step), _DataChoice)
+        choice = self._decisions.decide_together("choosing data positions", partial(self._choose, step), _DataChoice)
         if choice.base is not None:
             self._run.load(self._run.root, loaders, choice.base, options=self._options, strict=True)
         if choice.loaders:
