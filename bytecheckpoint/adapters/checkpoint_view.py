@@ -316,8 +316,8 @@ class CheckpointView:
         """Returns True if include or exclude keep this state FQN from being loaded."""
         if self.takes_all or fqn in self.skipped or fqn in self._known:
             return not self.takes_all and fqn in self.skipped
-        # A container that exclude names is loaded all the same if something else is renamed into it.
-        return not self.takes(self.globbed_name(fqn)) and (not self._is_renamed or fqn not in self._known_roots)
+        # First, as no glob is of use that names only what contains names that are taken.
+        return fqn not in self._known_roots and not self.takes(self.globbed_name(fqn))
 
     @cached_property
     def skipped(self) -> set[str]:
@@ -359,10 +359,11 @@ class CheckpointView:
 
     @property
     def unused_rules(self) -> list[UnusedRule]:
-        """Rules of include, exclude and key_map that match no name or entry of the checkpoint, and none looked up."""
-        entries = [fqn for fqn, _ in all_trees(self._manifest)]
-        for fqn in self.names_of_all_ranks.union(entries) if self.unmatched_rules else ():
+        """Rules of include, exclude and key_map that match no name of the checkpoint, and none looked up."""
+        for fqn in self.names_of_all_ranks if self.unmatched_rules else ():
             self.takes(fqn)
+            self.rename(fqn)
+        for fqn, _ in all_trees(self._manifest):  # a glob of an entry's own name takes nothing of what is below it
             self.rename(fqn)
         return self.unmatched_rules
 

@@ -115,6 +115,16 @@ def test_the_message_says_what_there_is_and_what_to_do(tmp_path: Path) -> None:
     assert "momentum" not in optimizer.param_groups[0]
 
 
+def test_another_kind_is_refused_also_where_include_names_what_is_below_the_optimizer(tmp_path: Path) -> None:
+    saved(tmp_path, "sgd_momentum")
+    model = mlp()
+    state = {"model": model, "optimizer": BUILDS["adamw"](model)}
+    with pytest.raises(bcp.CheckpointMismatchError, match="another kind of optimizer"):
+        bcp.load(tmp_path, state, include=["model.*", "optimizer.*"])
+    report = bcp.load(tmp_path, state, include=["model.*", "optimizer.*"], strict=False)
+    assert any("another kind" in text for text in report.mismatched)
+
+
 class Derived(torch.optim.AdamW):
     """A class of its own that steps as its base does."""
 
