@@ -358,16 +358,6 @@ class CheckpointView:
         return [fqn for fqn in self._known if fqn not in own] if own else list(self._known)
 
     @property
-    def unused_rules(self) -> list[UnusedRule]:
-        """Rules of include, exclude and key_map that match no name of the checkpoint, and none looked up."""
-        for fqn in self.names_of_all_ranks if self.unmatched_rules else ():
-            self.takes(fqn)
-            self.rename(fqn)
-        for fqn, _ in all_trees(self._manifest):  # a glob of an entry's own name takes nothing of what is below it
-            self.rename(fqn)
-        return self.unmatched_rules
-
-    @property
     def unmatched_rules(self) -> list[UnusedRule]:
         """Rules of include, exclude and key_map that have matched no name that was looked up."""
         found = [UnusedRule("include", glob) for glob in (self._include.unused if self._include else ())]
