@@ -249,7 +249,7 @@ class Clash(NamedTuple):
 def clashes(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
-    parameters: Iterable[ParameterNames],
+    parameters: Sequence[ParameterNames],
     stored: StoredOptimizer,
 ) -> list[Clash]:
     """Returns the parameters of a group that were saved by another kind of optimizer, as their hyperparameters or the
@@ -257,6 +257,7 @@ def clashes(
     """
     kind = kind_of(optimizer)
     own = _ALGORITHM & group.keys()
+    has_state = any(map(stored.stored_keys, parameters))  # else nothing but hyperparameters tells the kind
     values_of: dict[str, set[str]] = {}
     clashing: list[Clash] = []
     for names in parameters:
@@ -266,7 +267,7 @@ def clashes(
         if saved.fqn not in values_of:
             values_of[saved.fqn] = {key for key in _ALGORITHM & saved.values.keys() if stored.takes(saved, key)}
         values, keys = values_of[saved.fqn], stored.state_keys(names) - {"step"}
-        if own and values and not own & values:
+        if own and values and not (own & values if has_state else own <= values or own >= values):
             clashing.append(Clash(names.name, values, own))
         elif kind is not None:
             # State may lack keys where it was saved with the same hyperparameters, or is not loaded whole.

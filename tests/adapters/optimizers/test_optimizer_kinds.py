@@ -64,6 +64,7 @@ def test_what_torch_keeps_is_what_is_expected_of_it(build: Build) -> None:
 
 OTHERS = [
     ("sgd", "adamw"),
+    ("sgd", "rmsprop"),
     ("sgd_momentum", "adamw"),
     ("adamw", "sgd"),
     ("adamw", "sgd_momentum"),
@@ -114,6 +115,18 @@ def test_the_message_says_what_there_is_and_what_to_do(tmp_path: Path) -> None:
     bcp.load(tmp_path, {"model": model, "optimizer": optimizer}, exclude="optimizer.*")
     assert not optimizer.state
     assert "momentum" not in optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize(("source", "target"), [("adam", "nadam"), ("rprop", "rmsprop"), ("sgd_momentum", "rmsprop")])
+def test_another_kind_is_refused_also_from_before_its_first_step(tmp_path: Path, source: str, target: str) -> None:
+    saved(tmp_path, source, 0)
+    state = fresh(target)
+    train(state["model"], [state["optimizer"]], 1)
+    with pytest.raises(bcp.CheckpointMismatchError, match="another kind of optimizer"):
+        bcp.load(tmp_path, state)
+    report = bcp.load(tmp_path, state, strict=False)
+    assert any("another kind" in text for text in report.mismatched)
+    assert state["optimizer"].state
 
 
 def test_another_kind_is_refused_also_where_include_names_what_is_below_the_optimizer(tmp_path: Path) -> None:
