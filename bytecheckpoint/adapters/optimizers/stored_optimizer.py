@@ -251,6 +251,14 @@ class StoredOptimizer:
         """Returns the keys of a parameter's state in the checkpoint, whatever include and exclude say."""
         return set().union(*(self._stored_keys.get(name, ()) for name in self._names(names)))
 
+    def had_none(self, names: ParameterNames) -> bool:
+        """Returns True if the optimizer kept nothing for the parameter when it was saved, as before its first step, and
+        include and exclude let its state through: a load removes what it keeps now.
+        """
+        if self.tensors(names) or self.group(names) is None or self.stored_keys(names):  # nearly always the first
+            return False
+        return any(self._checkpoint.takes(join_fqn(self._tree_fqn, f"state.{name}")) for name in self._names(names))
+
     @cached_property
     def _stored_keys(self) -> dict[str, set[str]]:
         keys = {name: set(values) for name, values in self._tree["state"].items()}
