@@ -144,7 +144,7 @@ class CheckpointView:
         if fqn in self._unsaved_here:
             return not self.excludes(fqn) and any(map(self.takes, self._unsaved_here[fqn]))
         is_excluded = self.excludes(fqn)  # asked whatever include says: it is known then that a glob matches something
-        return (self._include is None or self._include.match(fqn)) and not is_excluded
+        return self.includes(fqn) and not is_excluded
 
     @cached_property
     def _unsaved_here(self) -> dict[str, set[str]]:
@@ -156,6 +156,10 @@ class CheckpointView:
         """Returns why a name map leaves out the value saved as this state FQN; None if it leaves out no such value."""
         left_out = self._manifest.map_notes.left_out
         return next((why for source, why in left_out.items() if self.rename(source) == fqn), None)
+
+    def includes(self, fqn: str) -> bool:
+        """Returns True if include names this checkpoint FQN, or takes all."""
+        return self._include is None or self._include.match(fqn)
 
     def excludes(self, fqn: str) -> bool:
         """Returns True if exclude names this checkpoint FQN."""

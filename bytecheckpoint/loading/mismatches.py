@@ -137,15 +137,19 @@ def merge_findings(
 
 def _unused_rules(stored: CheckpointView, top_level: set[str]) -> list[UnusedRule]:
     """Returns the rules that match no name of the checkpoint, and none looked up. A glob of an entry's own name takes
-    nothing of what is below it, and is of use only where nothing of that is loaded.
+    nothing of what is below it. It may stand where the state lacks the entry, or beside globs that say the same: of
+    include where something below is loaded, of exclude where nothing is.
     """
     for fqn in stored.names_of_all_ranks if stored.unmatched_rules else ():
         stored.takes(fqn)
         stored.rename(fqn)
     for fqn, tree in stored.trees.items() if stored.unmatched_rules else ():
         is_in_state = is_at_or_below(stored.rename(fqn), top_level)
-        if not (is_in_state and any(map(stored.takes, stored_leaves(tree, fqn)))):
-            stored.takes(fqn)
+        is_loaded = is_in_state and any(map(stored.takes, stored_leaves(tree, fqn)))
+        if is_loaded or not is_in_state:
+            stored.includes(fqn)
+        if not is_loaded:
+            stored.excludes(fqn)
     return stored.unmatched_rules
 
 
