@@ -144,7 +144,7 @@ class CheckpointView:
         if fqn in self._unsaved_here:
             return not self.excludes(fqn) and any(map(self.takes, self._unsaved_here[fqn]))
         is_excluded = self.excludes(fqn)  # asked whatever include says: it is known then that a glob matches something
-        return (self._include is None or self._include.match(fqn)) and not is_excluded
+        return self.includes(fqn) and not is_excluded
 
     @cached_property
     def _unsaved_here(self) -> dict[str, set[str]]:
@@ -156,6 +156,10 @@ class CheckpointView:
         """Returns why a name map leaves out the value saved as this state FQN; None if it leaves out no such value."""
         left_out = self._manifest.map_notes.left_out
         return next((why for source, why in left_out.items() if self.rename(source) == fqn), None)
+
+    def includes(self, fqn: str) -> bool:
+        """Returns True if include names this checkpoint FQN, or takes all."""
+        return self._include is None or self._include.match(fqn)
 
     def excludes(self, fqn: str) -> bool:
         """Returns True if exclude names this checkpoint FQN."""
@@ -317,8 +321,8 @@ class CheckpointView:
         """Returns True if include or exclude keep this state FQN from being loaded."""
         if self.takes_all or fqn in self.skipped or fqn in self._known:
             return not self.takes_all and fqn in self.skipped
-        # A container that exclude names is loaded all the same if something else is renamed into it.
-        return not self.takes(self.globbed_name(fqn)) and (not self._is_renamed or fqn not in self._known_roots)
+        # First, as no glob is of use that names only what contains names that are taken.
+        return fqn not in self._known_roots and not self.takes(self.globbed_name(fqn))
 
     @cached_property
     def skipped(self) -> set[str]:
@@ -357,15 +361,6 @@ class CheckpointView:
         """State FQNs of the tensors and leaves that are the same for every rank, in the order of the checkpoint."""
         own = set(self.own_names)
         return [fqn for fqn in self._known if fqn not in own] if own else list(self._known)
-
-    @property
-    def unused_rules(self) -> list[UnusedRule]:
-        """Rules of include, exclude and key_map that match no name or entry of the checkpoint, and none looked up."""
-        entries = [fqn for fqn, _ in all_trees(self._manifest)]
-        for fqn in self.names_of_all_ranks.union(entries) if self.unmatched_rules else ():
-            self.takes(fqn)
-            self.rename(fqn)
-        return self.unmatched_rules
 
     @property
     def unmatched_rules(self) -> list[UnusedRule]:

@@ -88,7 +88,7 @@ class PlainEntry:
                 continue
             if fqn in facts:
                 continue
-            if checkpoint.skips(fqn):
+            if _is_left_out(value, fqn, checkpoint):
                 self._skipped.add(fqn)
                 continue
             expectation.claims.add(fqn)
@@ -176,6 +176,13 @@ def _adopted(value: Any, fqn: str, checkpoint: CheckpointView) -> StoredTree | N
     is_empty = kind is dict or (type(value) is list and not value and fqn not in checkpoint.tree_leaves)
     found = checkpoint.subtree(fqn) if is_empty else None
     return found if found is not None and isinstance(found.tree, kind) else None
+
+
+def _is_left_out(value: Any, fqn: str, checkpoint: CheckpointView) -> bool:
+    """Returns True if include or exclude leave out this leaf of the state, or all that an empty dict or list takes."""
+    adopted = _adopted(value, fqn, checkpoint)
+    # First, as no glob is of use that names only what contains names that are left out.
+    return (adopted is not None and not adopted.is_taken) or checkpoint.skips(fqn)
 
 
 def _problems(fqn: str, value: Any, checkpoint: CheckpointView) -> list[Problem]:

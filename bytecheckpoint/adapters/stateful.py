@@ -108,6 +108,8 @@ class StatefulEntry:
                 f"a {type(found.tree).__name__} in the checkpoint, and this {kind} takes a dict; load it as plain "
                 f"data, such as {{{self.fqn!r}: []}} for a list, and give what it holds to load_state_dict()"
             )
+        elif found.tree is None and isinstance(shown, dict) and _is_of_torch(self._value):
+            why = f"None in the checkpoint, and this {kind} takes a dict; leave it out with exclude={self.fqn!r}"
         if why is not None:
             claims = {*values, *checkpoint.below(self.fqn)}
             return Expectation([], claims, [Problem("conflict", self.fqn, f"{self.fqn}: {why}")])
@@ -173,6 +175,11 @@ def _copy_metadata(shown: Any, state: Any) -> None:
     if isinstance(state, dict) and isinstance(shown, dict):
         for key in state.keys() & shown.keys():
             _copy_metadata(shown[key], state[key])
+
+
+def _is_of_torch(value: object) -> bool:
+    """Returns True for an object of torch, or of a class derived from torch's: none of them takes a None as state."""
+    return any(cls.__module__.partition(".")[0] == "torch" for cls in type(value).__mro__)
 
 
 def _can_fill(own: Any, value: Any) -> bool:

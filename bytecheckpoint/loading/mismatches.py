@@ -15,6 +15,7 @@ import xxhash
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, is_at_or_below
 from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.key_map import UnusedRule
+from bytecheckpoint.adapters.plain.manifest_trees import stored_leaves
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.loading.match import Match
@@ -112,7 +113,7 @@ def merge_findings(
         wanted=np.packbits(np.fromiter(map(match.claims.__contains__, fqns), bool, len(fqns))).tobytes(),
         unexpected=[fqn for fqn in stored.own_names if fqn not in match.claims and is_at_or_below(fqn, top_level)],
         fqns_digest=xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(fqns)),
-        unused=stored.unused_rules,
+        unused=_unused_rules(stored, top_level),
         fills=bool(match.shards) or not (match.claims - match.skipped).isdisjoint(stored.tree_leaves),
         has_places=bool(match.claims or match.skipped or match.problems or not top_level),
         is_all_skipped=bool(match.skipped) and not match.shards,
@@ -138,6 +139,24 @@ def merge_findings(
         return [msgspec.msgpack.encode(merged)] * ranks.num_ranks
 
     return msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(own), merge), type=MergedFindings)
+
+
+def _unused_rules(stored: CheckpointView, top_level: set[str]) -> list[UnusedRule]:
+    """Returns the rules that match no name of the checkpoint, and none looked up. A glob of an entry's own name takes
+    nothing of what is below it. It may stand where the state lacks the entry, or beside globs that say the same: of
+    include where something below is loaded, of exclude where nothing is.
+    """
+    for fqn in stored.names_of_all_ranks if stored.unmatched_rules else ():
+        stored.takes(fqn)
+        stored.rename(fqn)
+    for fqn, tree in stored.trees.items() if stored.unmatched_rules else ():
+        is_in_state = is_at_or_below(stored.rename(fqn), top_level)
+        is_loaded = is_in_state and any(map(stored.takes, stored_leaves(tree, fqn)))
+        if is_loaded or not is_in_state:
+            stored.includes(fqn)
+        if not is_loaded:
+            stored.excludes(fqn)
+    return stored.unmatched_rules
 
 
 def _is_refused(merged: MergedFindings, ignored: Collection[str]) -> bool:

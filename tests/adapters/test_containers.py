@@ -305,6 +305,14 @@ def test_an_empty_dict_takes_what_the_checkpoint_has(tmp_path: Path) -> None:
     assert target["extra_state"] == {"r": {1: "a"}}
 
 
+@pytest.mark.parametrize(("include", "keys"), [("s.*", {"n", "t"}), ("s.t", {"t"})])
+def test_an_empty_dict_takes_what_include_names_below_it(tmp_path: Path, include: str, keys: set[str]) -> None:
+    bcp.save(tmp_path, {"s": {"n": 1, "t": torch.ones(2)}})
+    target: dict[str, Any] = {"s": {}}
+    bcp.load(tmp_path, target, include=include)
+    assert target["s"].keys() == keys
+
+
 def test_ordered_dicts_of_ranks_are_united_as_dicts_are() -> None:
     trees = [{"s": OrderedDict(b=1, a={"x": 1})}, {"s": OrderedDict(a={"y": 2}, c=3)}]
     of_ranks = [{"it": ("shared", encode_plain(tree, "it", keep_in_tree))} for tree in trees]

@@ -150,6 +150,17 @@ def test_an_object_whose_state_is_none_is_given_none(tmp_path: Path) -> None:
     assert (target.state, target.num_loads) == (None, 1)
 
 
+def test_a_scheduler_where_the_checkpoint_has_none_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"scheduler": None, "x": torch.ones(2)})
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    state = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "x": torch.zeros(2)}
+    with pytest.raises(bcp.CheckpointMismatchError, match="scheduler: None in the checkpoint, and this StepLR takes"):
+        bcp.load(tmp_path, state)
+    assert not state["x"].any()
+    bcp.load(tmp_path, state, exclude="scheduler")
+    assert state["x"].all()
+
+
 def test_tensors_that_an_object_shows_are_filled_in_place(tmp_path: Path) -> None:
     shown = torch.zeros(3, 2).t()
     bcp.save(tmp_path, {"object": Counter(a=torch.ones(2, 3), b=torch.ones(2))})

@@ -179,3 +179,24 @@ def test_two_engines_and_a_torch_optimizer_in_one_state_are_loaded_in_full_preci
         assert pool.run(load_two_engines, str(tmp_path), world_size=2, timeout_s=600) == [[], []]
     finally:
         pool.close()
+
+
+def load_from_before_the_first_step(rank: int, world_size: int, folder: str) -> list[str]:
+    join_deepspeed(rank)
+    wrong = []
+    for name in ("zero_1", "zero_3", "bf16_without_zero"):
+        engine, loaded = engine_of(SETUPS[name], seed=3), engine_of(SETUPS[name], seed=8)
+        bcp.save(f"{folder}/{name}", state_of(engine))
+        train(loaded, 3)
+        bcp.load(f"{folder}/{name}", state_of(loaded))
+        wrong += [] if train(engine, 2) == train(loaded, 2) else [f"{name}: losses"]
+        wrong += unequal(optimizer_state_of(loaded), optimizer_state_of(engine))
+    return wrong
+
+
+def test_an_engine_that_has_trained_loads_a_checkpoint_from_before_the_first_step(tmp_path: Path) -> None:
+    pool = WorkerPool()
+    try:
+        assert pool.run(load_from_before_the_first_step, str(tmp_path), world_size=2, timeout_s=500) == [[], []]
+    finally:
+        pool.close()

@@ -152,6 +152,27 @@ def test_a_glob_that_names_a_container_is_told_of_the_names_below(saved: Path) -
         bcp.load(saved, {"model": mlp(1)}, exclude="model.0")
 
 
+@pytest.mark.parametrize("name", ["optimizer", "progress", "rows"])
+def test_the_name_of_an_entry_takes_nothing_of_what_is_below_it(tmp_path: Path, name: str) -> None:
+    """Else exclude="optimizer" would load the optimizer, and include="optimizer" nothing of it, without a word."""
+
+    def state(seed: int) -> dict[str, Any]:
+        model = mlp(seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=seed + 1)
+        return {"model": model, "optimizer": optimizer, "progress": {"epoch": seed}, "rows": [torch.ones(2), seed]}
+
+    bcp.save(tmp_path, state(1))
+    for target in (state(0), {**state(0), "progress": {}}):
+        for globs in ({"exclude": name}, {"include": ["model.*", name]}):
+            with pytest.raises(
+                bcp.CheckpointMismatchError, match=rf"'{name}' .* below it.*: '{name}\.\*' matches them"
+            ):
+                bcp.load(tmp_path, target, **globs)
+        bcp.load(tmp_path, target, exclude=[name, f"{name}.*"])
+        bcp.load(tmp_path, target, include=["model.*", name, f"{name}.*"])
+        bcp.load(tmp_path, {"model": target["model"]}, include=["model.*", name])
+
+
 def test_plain_data_alone_fills_something(saved: Path) -> None:
     extra = {"epoch": 0}
     bcp.load(saved, extra)

@@ -264,3 +264,19 @@ def test_a_link_that_is_not_followed_is_told_for_step_none_too(call, tmp_path) -
     ended = call("convert", root, tmp_path / "out", "--to", "hf", "--step", "none")
     assert ended.code == 2
     assert "is a link to" in ended.err
+
+
+@pytest.mark.parametrize("target", ["bcp", "torch", "dcp"])
+@pytest.mark.parametrize("choice", [("--exclude", "*.exp_avg"), ("--include", "model.*", "--include", "*.exp_avg_sq")])
+def test_a_part_of_a_parameters_optimizer_state_is_refused(call, tmp_path, target, choice) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    bcp.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+    ended = call("convert", tmp_path / "saved", tmp_path / "new", "--to", target, *choice)
+    assert ended.code != 0
+    assert "choose all or nothing of a parameter's state" in ended.err
+    assert not (tmp_path / "new").exists()
+    whole = ("--exclude", "optimizer.state.weight.*")
+    assert call("convert", tmp_path / "saved", tmp_path / "new", "--to", target, *whole).code == 0

@@ -38,6 +38,8 @@ from bytecheckpoint.manifest.plain_wire import unsupported
 _PARTITION, _MASTER, _OWNER = "ds_tensor", "_hp_mapping", "_z3_optimizer"
 """Attributes of parameters: the partition of ZeRO 3, the place of the full-precision copy in mixed precision, and the
 optimizer."""
+_LINKED = "_hp_optimizer_states_linked"
+"""Attribute of a wrapper: true once it has noted which parts of the state belong to a parameter."""
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes that change in a loss scaler; the rest is configuration, which is chosen anew for each run."""
@@ -280,6 +282,8 @@ def resume_facts(wrapper: Any, engine: Any | None) -> dict[str, Any]:
 
 
 def take_facts(wrapper: Any, engine: Any | None, facts: Mapping[str, Any]) -> None:
+    if hasattr(wrapper, _LINKED):  # the next step makes new links: the load may have removed state to which old ones go
+        setattr(wrapper, _LINKED, False)
     scaler = _dynamic_scaler(wrapper)
     for name, value in facts.get("loss_scaler", {}).items():
         if scaler is not None and hasattr(scaler, name):

@@ -95,7 +95,13 @@ class FlatParamState:
             what = f"{value} for one part of a parameter and {other} for another"
             raise unsupported(fqn, what, "give its parts names of their own, such as one for each layer")
 
+    def _had_none(self, stored: StoredOptimizer) -> bool:
+        """Returns True if a load removes the state: the optimizer kept nothing for any of the parameters."""
+        return all(stored.had_none(names) and not stored.is_excluded(names) for names, _ in self._parts)
+
     def expect(self, stored: StoredOptimizer) -> Expectation:
+        if self._had_none(stored):
+            return Expectation([], set(), [])
         shards = LocalShards(with_addresses=True)
         problems: list[Problem] = []
         padding: list[LocalShard] = []
@@ -165,6 +171,8 @@ class FlatParamState:
         """Puts scalars in place. Returns a message for each scalar that parameters disagree about, which stays as it
         is.
         """
+        if self._had_none(stored):
+            self._group.optimizer.state.pop(self._memory, None)
         values: dict[str, tuple[str, Any]] = {}
         differing: dict[str, str] = {}
         group = self._group

@@ -184,28 +184,36 @@ class OptimizerKind(NamedTuple):
     """Keys without which the next step fails if the parameter has other state."""
     others: frozenset[str] = frozenset()
     """Keys that are there or not, by hyperparameters or the version of torch."""
+    flags: Mapping[str, str] = {}
+    """Those of `others` that are needed with a certain hyperparameter -> its name."""
+    made: frozenset[str] = frozenset()
+    """Keys that a step makes where they are not there."""
 
 
-def _kind(needed: str, others: str = "") -> OptimizerKind:
-    return OptimizerKind(frozenset(needed.split()), frozenset(others.split()))
+def _kind(needed: str, others: str = "", made: str = "", **flags: str) -> OptimizerKind:
+    return OptimizerKind(frozenset(needed.split()), frozenset(others.split()), flags, frozenset(made.split()))
 
 
-_ADAM = _kind("exp_avg exp_avg_sq", "step max_exp_avg_sq")
+_ADAM = _kind("exp_avg exp_avg_sq", "step max_exp_avg_sq", max_exp_avg_sq="amsgrad")
 _KINDS: Mapping[str, OptimizerKind] = {
     "Adam": _ADAM,
     "SparseAdam": _ADAM,
     "RAdam": _ADAM,
     "NAdam": _kind("exp_avg exp_avg_sq mu_product", "step"),
     "Adamax": _kind("exp_avg exp_inf", "step"),
-    "SGD": _kind("", "momentum_buffer"),
-    "Muon": _kind("momentum_buffer"),
-    "RMSprop": _kind("square_avg", "step momentum_buffer grad_avg"),
+    "SGD": _kind("", "momentum_buffer", made="momentum_buffer"),
+    "Muon": _kind("momentum_buffer", made="momentum_buffer"),
+    "RMSprop": _kind("square_avg", "step momentum_buffer grad_avg", momentum_buffer="momentum", grad_avg="centered"),
     "Adagrad": _kind("sum", "step"),
     "Adadelta": _kind("square_avg acc_delta", "step"),
     "Adafactor": _kind("", "step row_var col_var variance"),
     "ASGD": _kind("ax", "step eta mu"),
     "Rprop": _kind("prev", "step step_size"),
-    "LBFGS": _kind("", "func_evals n_iter d t old_dirs old_stps ro H_diag prev_flat_grad prev_loss al"),
+    "LBFGS": _kind(
+        "",
+        "func_evals n_iter d t old_dirs old_stps ro H_diag prev_flat_grad prev_loss al",
+        made="func_evals n_iter prev_loss al",
+    ),
 }
 """State of torch's optimizers, by class: those derived of them without a step of their own have the same."""
 _STATE_KEYS = frozenset(key for kind in _KINDS.values() for key in kind.needed | kind.others) - {"step"}
@@ -241,7 +249,7 @@ class Clash(NamedTuple):
 def clashes(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
-    parameters: Iterable[ParameterNames],
+    parameters: Sequence[ParameterNames],
     stored: StoredOptimizer,
 ) -> list[Clash]:
     """Returns the parameters of a group that were saved by another kind of optimizer, as their hyperparameters or the
@@ -249,6 +257,7 @@ def clashes(
     """
     kind = kind_of(optimizer)
     own = _ALGORITHM & group.keys()
+    has_state = any(map(stored.stored_keys, parameters))  # else nothing but hyperparameters tells the kind
     values_of: dict[str, set[str]] = {}
     clashing: list[Clash] = []
     for names in parameters:
@@ -258,7 +267,7 @@ def clashes(
         if saved.fqn not in values_of:
             values_of[saved.fqn] = {key for key in _ALGORITHM & saved.values.keys() if stored.takes(saved, key)}
         values, keys = values_of[saved.fqn], stored.state_keys(names) - {"step"}
-        if own and values and not own & values:
+        if own and values and not (own & values if has_state else own <= values or own >= values):
             clashing.append(Clash(names.name, values, own))
         elif kind is not None:
             # State may lack keys where it was saved with the same hyperparameters, or is not loaded whole.
@@ -277,5 +286,56 @@ def problem_of(fqn: str, kinds: Collection[str], clashing: Sequence[Clash]) -> P
         f"{fqn}: saved by another kind of optimizer: for {shown} the checkpoint has "
         f"{', '.join(sorted(first.stored))}, and {', '.join(sorted(kinds))} has {', '.join(sorted(first.own))}. To "
         "start the optimizer anew leave it out of the state; strict=False leaves it as it is and loads the rest"
+    )
+    return Problem("conflict", fqn, text)
+
+
+class TornState(NamedTuple):
+    """A parameter of whose state include and exclude let only a part through, with which the next step may fail."""
+
+    name: str
+    lacking: Collection[str]
+    """Keys that the state would lack."""
+
+
+def torn_states(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    parameter: torch.Tensor,
+    contents: Sequence[ParameterNames],
+    stored: StoredOptimizer,
+) -> list[TornState]:
+    """Returns the first parameter of those that lie in one tensor of a group, if the load would tear the state of the
+    tensor; else an empty list. An optimizer makes new state only where it has none: the load must not leave a part.
+    """
+    kind, own = kind_of(optimizer), set(optimizer.state.get(parameter, ()))
+    loaded = [names for names in contents if not stored.is_excluded(names)]
+    taken = set().union(*map(stored.loaded_keys, loaded))
+    lacking: set[str] = set()
+    if taken and (kind is not None or not own):  # one of unknown kind with state has what it needs
+        lacking = set().union(*map(stored.stored_keys, loaded)) - taken - own
+    if kind is not None:
+        values = {**group, **_taken_flags(loaded, stored)}
+        off = {key for key, flag in kind.flags.items() if not values.get(flag)}
+        known = kind.needed | kind.others
+        lacking = lacking & known - kind.made - off
+        lacking |= (kind.flags.keys() - off - taken - own) if taken or own else set()
+    return [TornState(contents[0].name, lacking)] if lacking else []
+
+
+def _taken_flags(parameters: Iterable[ParameterNames], stored: StoredOptimizer) -> dict[str, Any]:
+    """Returns the hyperparameters that the load gives the group of these parameters."""
+    groups = _saved_groups(parameters, stored)
+    return {key: value for group in groups for key, value in group.values.items() if stored.takes(group, key)}
+
+
+def torn_problem(fqn: str, kinds: Collection[str], torn: Sequence[TornState]) -> Problem:
+    """Returns one problem for all parameters of an optimizer entry; `kinds` are the names of its classes."""
+    shown = and_more([state.name for state in torn], _NUM_SHOWN)
+    text = (
+        f"{fqn}: as include and exclude choose, the state of {shown} would lack {', '.join(sorted(torn[0].lacking))}, "
+        f"without which the next step of {', '.join(sorted(kinds))} may fail. Choose all or nothing of a parameter's "
+        "state and its group, and set to zero after the load what is to begin anew; strict=False leaves the optimizer "
+        "as it is"
     )
     return Problem("conflict", fqn, text)

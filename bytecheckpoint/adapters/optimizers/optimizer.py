@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,12 +28,15 @@ from bytecheckpoint.adapters.native.parameter_names import (
 from bytecheckpoint.adapters.optimizers.forms import OWN, Form
 from bytecheckpoint.adapters.optimizers.hyperparameters import (
     Clash,
+    TornState,
     agreed,
     by_first_parameter,
     clashes,
     problem_of,
     set_hyperparameters,
     tensors_to_load,
+    torn_problem,
+    torn_states,
 )
 from bytecheckpoint.adapters.optimizers.inner_optimizers import check_steps_wait
 from bytecheckpoint.adapters.optimizers.param_state import (
@@ -50,6 +53,14 @@ from bytecheckpoint.adapters.shard_columns import ShardBlocks, WholeTensors
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
+
+
+class _Refused(NamedTuple):
+    """The param_groups of which nothing is loaded."""
+
+    groups: Collection[int]
+    """Their ids."""
+    problems: Sequence[Problem]
 
 
 class OptimizerEntry:
@@ -85,7 +96,7 @@ class OptimizerEntry:
         self._found: StoredOptimizer | None = None
         """The optimizer in the checkpoint of the one load that this entry is made for."""
         self._is_prepared = False
-        self._clashes: Mapping[int, Sequence[Clash]] | None = None
+        self._refused: _Refused | None = None
 
     def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
         """Takes the names of the parameters from the modules of the state.
@@ -180,10 +191,7 @@ class OptimizerEntry:
             skipped.update(
                 fqn for fqn in stored.claims(names) if fqn in checkpoint.tensors or fqn in checkpoint.tree_leaves
             )
-        clashing = list(chain.from_iterable(self._clashing(stored).values()))
-        if clashing:
-            kinds = {type(optimizer).__name__ for optimizer in self.optimizers}
-            expectation.problems.append(problem_of(self.fqn, kinds, clashing))
+        expectation.problems.extend(self._refuse(stored).problems)
         whole = (state.expect() for state in self._param_states(stored))
         flat = (state.expect(stored) for state in self._flat_states(stored))
         for of_state in chain(whole, flat):
@@ -247,7 +255,7 @@ class OptimizerEntry:
         filled: dict[int, torch.Tensor] = {}
         disagreeing: list[str] = []
         for group in self._groups():
-            if id(group.values) not in self._clashing(stored):
+            if id(group.values) not in self._refuse(stored).groups:
                 parameters = self._optimized.names(group.parameters)
                 values, problems = agreed(parameters, stored, checkpoint, self._hyperparameters)
                 disagreeing += [problem.text for problem in problems if problem.fqn not in self._known_problems]
@@ -272,17 +280,27 @@ class OptimizerEntry:
                 self._found = StoredOptimizer(self.fqn, tree, checkpoint, names, has_order=has_order)
         return self._found
 
-    def _clashing(self, stored: StoredOptimizer) -> Mapping[int, Sequence[Clash]]:
-        """Returns the parameters that were saved by another kind of optimizer, by the id of their group."""
-        if self._clashes is None:
-            by_group = {
-                id(group.values): clashes(
-                    group.optimizer, group.values, self._optimized.names(group.parameters), stored
-                )
-                for group in self._groups()
-            }
-            self._clashes = {key: of_group for key, of_group in by_group.items() if of_group}
-        return self._clashes
+    def _refuse(self, stored: StoredOptimizer) -> _Refused:
+        """Returns the groups that another kind of optimizer saved, or of which the load would leave torn state."""
+        if self._refused is None:
+            clashing: list[Clash] = []
+            torn: list[TornState] = []
+            refused: set[int] = set()
+            for group in self._groups():
+                optimizer, values, parameters = group
+                of_group = clashes(optimizer, values, self._optimized.names(parameters), stored)
+                torn_here: list[TornState] = []
+                for parameter in parameters if not (of_group or stored.takes_all) else ():
+                    contents = self._optimized.names([parameter])
+                    torn_here += torn_states(optimizer, values, parameter, contents, stored)
+                clashing += of_group
+                torn += torn_here
+                refused.update([id(values)] if of_group or torn_here else [])
+            kinds = {type(optimizer).__name__ for optimizer in self.optimizers}
+            problems = [problem_of(self.fqn, kinds, clashing)] if clashing else []
+            problems += [torn_problem(self.fqn, kinds, torn)] if torn else []
+            self._refused = _Refused(refused, problems)
+        return self._refused
 
     def _groups(self) -> Iterator[ParamGroup]:
         for optimizer in self.optimizers:
@@ -294,23 +312,23 @@ class OptimizerEntry:
 
     def _param_states(self, stored: StoredOptimizer) -> Iterator[ParamState]:
         """Yields the state of each parameter that is not flat memory, stored or not, but for parameters that `exclude`
-        leaves out and groups that another kind of optimizer saved.
+        leaves out and groups that are refused.
         """
-        whole, clashing = self._optimized.whole, self._clashing(stored)
+        whole, refused = self._optimized.whole, self._refuse(stored).groups
         for group in self._groups() if whole else ():
-            for parameter in group.parameters if id(group.values) not in clashing else ():
+            for parameter in group.parameters if id(group.values) not in refused else ():
                 names = whole.get(id(parameter))
                 if names is not None and not stored.is_excluded(names):
                     yield ParamState(self.fqn, group, parameter, names=names, stored=stored, created=self._created)
 
     def _flat_states(self, stored: StoredOptimizer | None = None) -> Iterator[FlatParamState]:
-        """Yields the state of all flat memory that holds elements of parameters; with `stored`, not of groups that
-        another kind of optimizer saved.
+        """Yields the state of all flat memory that holds elements of parameters; with `stored`, not of groups that are
+        refused.
         """
         flat = self._optimized.flat
-        clashing = self._clashing(stored) if flat and stored is not None else {}
+        refused = self._refuse(stored).groups if flat and stored is not None else ()
         for group in self._groups() if flat else ():
-            for memory in group.parameters if id(group.values) not in clashing else ():
+            for memory in group.parameters if id(group.values) not in refused else ():
                 optimized = flat.get(id(memory), ())
                 if any(of_parameter.part.numel for of_parameter in optimized):
                     yield FlatParamState(self.fqn, group, memory, optimized=optimized, scalars=self._scalars)

@@ -154,20 +154,10 @@ class ParamState:
         """True if the parameter had its shape when its state was saved, as far as the checkpoint tells."""
         return self._stored.fits(self._names, tuple(self._parameter.shape))
 
-    @property
-    def _had_none(self) -> bool:
-        """True if the optimizer kept nothing for the parameter when it was saved, as before its first step: a load
-        removes what it keeps now.
-        """
-        if self._tensors:  # nearly always
-            return False
-        stored, names = self._stored, self._names
-        return stored.takes_all and stored.group(names) is not None and not stored.plain(names)
-
     def expect(self) -> Expectation:
         """Returns the targets of the stored tensors, and what the optimizer has that the checkpoint lacks."""
         stored, names, subclasses = self._stored, self._names, self._subclasses
-        if self._had_none:
+        if stored.had_none(names):
             return Expectation([], set(), [])
         problems = [] if self.fits else list(stored.misfits(names, tuple(self._parameter.shape)))
         if stored.group(names) is None:
@@ -242,7 +232,7 @@ class ParamState:
     def finish(self, checkpoint: CheckpointView) -> None:
         """Puts in place plain values, and values made of several tensors."""
         group, parameter, subclasses = self._group, self._parameter, self._subclasses
-        if self._had_none:
+        if self._stored.had_none(self._names):
             group.optimizer.state.pop(parameter, None)
         for key, (fqn, value) in self._stored.plain(self._names).items():
             if not subclasses.lacks(key) or not can_take(subclasses.own.get(key), value):

@@ -79,14 +79,10 @@ class StoredOptimizer:
         # Of two that are renamed to one name, exclude leaves out one: the other comes later and stays.
         self._sources = {checkpoint.rename(source): source for source in sorted(checkpoint.saved, key=checkpoint.takes)}
         self._tensors: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
-        prefix = f"{join_fqn(saved.fqn, 'state')}."
         for state_fqn, tensor in checkpoint.tensors.items():
-            # Of an optimizer with an empty name, earlier versions put `.state.` before the names of the state.
-            own = self._sources[state_fqn] if saved.fqn else self._sources[state_fqn].removeprefix(".")
-            if own.startswith(prefix):
-                name, key = split_state_path(own[len(prefix) :], self._groups)
-                if name:
-                    self._tensors.setdefault(name, {})[key] = (state_fqn, tensor)
+            name, key = self._state_path(self._sources[state_fqn])
+            if name:
+                self._tensors.setdefault(name, {})[key] = (state_fqn, tensor)
         self._known_names: dict[tuple[str, ...], list[str]] = {}
         """FQNs of a parameter in the state -> the result of `_names`, which is called for each parameter many times."""
         self._by_state_fqn: dict[str, str] = {}
@@ -246,6 +242,37 @@ class StoredOptimizer:
     def state_keys(self, names: ParameterNames) -> set[str]:
         """Returns the keys of all that is to be loaded of a parameter's state."""
         return {key.partition(".")[0] for key in (*self.tensors(names), *self.plain(names))}
+
+    def loaded_keys(self, names: ParameterNames) -> set[str]:
+        """Returns the keys of the values of a parameter's state that are to be loaded whole."""
+        return {*(key for key in self.tensors(names) if "." not in key), *self.plain(names)}
+
+    def stored_keys(self, names: ParameterNames) -> set[str]:
+        """Returns the keys of a parameter's state in the checkpoint, whatever include and exclude say."""
+        return set().union(*(self._stored_keys.get(name, ()) for name in self._names(names)))
+
+    def had_none(self, names: ParameterNames) -> bool:
+        """Returns True if the optimizer kept nothing for the parameter when it was saved, as before its first step, and
+        include and exclude let its state through: a load removes what it keeps now.
+        """
+        if self.tensors(names) or self.group(names) is None or self.stored_keys(names):  # nearly always the first
+            return False
+        return any(self._checkpoint.takes(join_fqn(self._tree_fqn, f"state.{name}")) for name in self._names(names))
+
+    @cached_property
+    def _stored_keys(self) -> dict[str, set[str]]:
+        keys = {name: set(values) for name, values in self._tree["state"].items()}
+        for name, key in map(self._state_path, self._checkpoint.saved):
+            if name:
+                keys.setdefault(name, set()).add(key.partition(".")[0])
+        return keys
+
+    def _state_path(self, source: str) -> tuple[str, str]:
+        """Returns parameter and state key of the tensor of this checkpoint FQN; ("", "") if it is none of the state."""
+        prefix = f"{join_fqn(self._tree_fqn, 'state')}."
+        # Of an optimizer with an empty name, earlier versions put `.state.` before the names of the state.
+        own = source if self._tree_fqn else source.removeprefix(".")
+        return split_state_path(own[len(prefix) :], self._groups) if own.startswith(prefix) else ("", "")
 
     @property
     def takes_all(self) -> bool:

@@ -85,6 +85,33 @@ def test_a_parameter_that_is_refused_gets_nothing_of_its_state(tmp_path: Path, l
     assert same_value(head, before[1])
 
 
+@pytest.mark.parametrize("source", [plain, apart, together])
+@pytest.mark.parametrize("layout", [plain, apart, together])
+def test_state_from_before_the_first_step_is_none_at_all(tmp_path: Path, source: Any, layout: Any) -> None:
+    saved, loaded = trained(source), trained(layout, num_steps=2)
+    bcp.save(tmp_path, saved)
+    bcp.load(tmp_path, loaded)
+    assert not any(states(loaded))
+    for state in (saved, loaded):
+        state["optimizer"].zero_grad()
+        state["model"](torch.ones(2, 3)).sum().backward()
+        state["optimizer"].step()
+    assert saved["model"](torch.ones(2, 3)).equal(loaded["model"](torch.ones(2, 3)))
+
+
+@pytest.mark.parametrize("layout", [plain, apart])
+def test_state_that_include_and_exclude_leave_out_stays_where_the_checkpoint_has_none(
+    tmp_path: Path, layout: Any
+) -> None:
+    bcp.save(tmp_path, trained(plain))
+    loaded = trained(layout, num_steps=2)
+    bcp.load(tmp_path, loaded, include=["model.*", "optimizer.groups.*"])
+    assert [state["step"] for state in states(loaded)] == [2, 2]
+    bcp.load(tmp_path, loaded, exclude="model.head.*")
+    body, head = states(loaded)
+    assert (body, head["step"]) == ({}, 2)
+
+
 def nested(*, use_orig_params: bool) -> State:
     """The optimizer has the head, which lies in the outer unit, before the body."""
     model = Net(3)

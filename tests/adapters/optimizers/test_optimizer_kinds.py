@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,7 @@ def test_what_torch_keeps_is_what_is_expected_of_it(build: Build) -> None:
 
 OTHERS = [
     ("sgd", "adamw"),
+    ("sgd", "rmsprop"),
     ("sgd_momentum", "adamw"),
     ("adamw", "sgd"),
     ("adamw", "sgd_momentum"),
@@ -115,6 +117,28 @@ def test_the_message_says_what_there_is_and_what_to_do(tmp_path: Path) -> None:
     assert "momentum" not in optimizer.param_groups[0]
 
 
+@pytest.mark.parametrize(("source", "target"), [("adam", "nadam"), ("rprop", "rmsprop"), ("sgd_momentum", "rmsprop")])
+def test_another_kind_is_refused_also_from_before_its_first_step(tmp_path: Path, source: str, target: str) -> None:
+    saved(tmp_path, source, 0)
+    state = fresh(target)
+    train(state["model"], [state["optimizer"]], 1)
+    with pytest.raises(bcp.CheckpointMismatchError, match="another kind of optimizer"):
+        bcp.load(tmp_path, state)
+    report = bcp.load(tmp_path, state, strict=False)
+    assert any("another kind" in text for text in report.mismatched)
+    assert state["optimizer"].state
+
+
+def test_another_kind_is_refused_also_where_include_names_what_is_below_the_optimizer(tmp_path: Path) -> None:
+    saved(tmp_path, "sgd_momentum")
+    model = mlp()
+    state = {"model": model, "optimizer": BUILDS["adamw"](model)}
+    with pytest.raises(bcp.CheckpointMismatchError, match="another kind of optimizer"):
+        bcp.load(tmp_path, state, include=["model.*", "optimizer.*"])
+    report = bcp.load(tmp_path, state, include=["model.*", "optimizer.*"], strict=False)
+    assert any("another kind" in text for text in report.mismatched)
+
+
 class Derived(torch.optim.AdamW):
     """A class of its own that steps as its base does."""
 
@@ -150,3 +174,89 @@ def test_the_same_kind_under_another_name_or_with_other_settings_loads(
         train(other, [restored], 1)
         assert same_module(model, other)
         assert same_optimizer(optimizer, restored)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_part_of_a_parameters_state_is_loaded_only_if_the_next_step_runs_with_it(tmp_path: Path, name: str) -> None:
+    _, optimizer = saved(tmp_path, name, 3)
+    kept = {key: value for state in optimizer.state.values() for key, value in state.items()}
+    for key, value in kept.items():
+        exclude = f"optimizer.state.*.{key}{'.*' if isinstance(value, list) else ''}"
+        state = fresh(name)
+        if steps_without(tmp_path, name, key):
+            bcp.load(tmp_path, state, exclude=exclude)
+            train(state["model"], [state["optimizer"]], 1)
+            continue
+        before = len(state["optimizer"].state)
+        with pytest.raises(bcp.CheckpointMismatchError, match=rf"would lack {key}, without which") as error:
+            bcp.load(tmp_path, state, exclude=exclude)
+        assert error.value.kind == "conflict"
+        report = bcp.load(tmp_path, state, exclude=exclude, strict=False)
+        assert any("would lack" in text for text in report.mismatched)
+        assert len(state["optimizer"].state) == before
+        train(state["model"], [state["optimizer"]], 1)
+        bcp.load(tmp_path, state, exclude=exclude)  # with state of its own it keeps what is left out
+
+
+def fresh(name: str) -> dict[str, Any]:
+    model = mlp(1)
+    return {"model": model, "optimizer": BUILDS[name](model)}
+
+
+def steps_without(path: Path, name: str, key: str) -> bool:
+    """Returns True if an optimizer makes this key of its state before its first step, where the state lacks it, or does
+    without.
+    """
+    state = fresh(name)
+    if any(key in of_parameter for of_parameter in state["optimizer"].state.values()):
+        return True
+    bcp.load(path, state)
+    for of_parameter in state["optimizer"].state.values():
+        of_parameter.pop(key, None)
+    if key == "H_diag":  # LBFGS makes it in most steps, but not in all
+        return False
+    try:
+        train(state["model"], [state["optimizer"]], 1)
+    except (KeyError, AttributeError, TypeError, AssertionError):
+        return False
+    return True
+
+
+def test_a_moment_that_the_loaded_hyperparameters_do_without_may_be_left_out(tmp_path: Path) -> None:
+    saved(tmp_path, "adamw_amsgrad")
+    state = fresh("adamw")
+    globs = ["*.max_exp_avg_sq", "*.values.amsgrad"]
+    bcp.load(tmp_path, state, exclude=globs)
+    train(state["model"], [state["optimizer"]], 1)
+    with pytest.raises(bcp.CheckpointMismatchError, match="would lack max_exp_avg_sq"):
+        bcp.load(tmp_path, fresh("adamw"), exclude=globs[0])
+    saved(tmp_path / "plain", "adamw")
+    with pytest.raises(bcp.CheckpointMismatchError, match="would lack max_exp_avg_sq"):
+        bcp.load(tmp_path / "plain", fresh("adamw_amsgrad"), exclude="optimizer.groups.*")
+
+
+class Decayed(torch.optim.Optimizer):
+    """An optimizer that is not torch's, and makes its state once."""
+
+    def step(self, _closure: object = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state |= {"average": torch.zeros_like(parameter), "old": torch.zeros_like(parameter)}
+            state["average"].lerp_(parameter.grad, 0.1)
+            parameter.data.sub_(state["average"], alpha=0.01)
+
+
+def test_an_unknown_optimizer_without_state_takes_all_of_it_or_nothing(tmp_path: Path) -> None:
+    model, other = mlp(0), mlp(1)
+    optimizer, target = (Decayed(each.parameters(), {"lr": 0.1}) for each in (model, other))
+    train(model, [optimizer], 1)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    state = {"model": other, "optimizer": target}
+    with pytest.raises(
+        bcp.CheckpointMismatchError, match=r"state of 0\.weight, .* and 3 more would lack average, with"
+    ):
+        bcp.load(tmp_path, state, include=["model.*", "*.old"])
+    bcp.load(tmp_path, state, include=["model.*", "*.groups.*"])
+    train(other, [target], 1)
+    bcp.load(tmp_path, state, exclude="*.old")
