@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -126,13 +127,20 @@ class BcpStrategyMixin(Strategy):
     def _bcp_save(
         self, checkpoint: dict[str, Any], given: str, storage_options: Mapping[str, Any] | None, *, is_async: bool
     ) -> None:
-        trainer = self._bcp_trainer()
-        path, source = self._bcp_decide("naming a checkpoint", lambda: take_place(trainer, given), tuple[str, str])
+        decide = partial(take_place, self._bcp_trainer(), given, storage_options)
+        source, placeholder = self._bcp_decide("naming a checkpoint", decide, tuple[str, str])
         if not (source and is_async):  # a copy is made after the save in flight, which training need not wait for
             self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
         if source:
-            self._bcp_saves.copy(source, path, storage_options, timeout_s=self.bcp_options.timeout_s)
-            return
+            self._bcp_saves.copy(source, given, storage_options, timeout_s=self.bcp_options.timeout_s)
+        else:
+            self._bcp_begin(checkpoint, given, storage_options, is_async=is_async)
+        if placeholder and self.is_global_zero:
+            self._bcp_saves.remove_object(given, placeholder, storage_options)
+
+    def _bcp_begin(
+        self, checkpoint: dict[str, Any], path: str, storage_options: Mapping[str, Any] | None, *, is_async: bool
+    ) -> None:
         metadata = {
             GLOBAL_STEP: int(checkpoint["global_step"]),
             "epoch": int(checkpoint["epoch"]),
