@@ -274,7 +274,7 @@ class BcpStrategyMixin(Strategy):
         if os.path.isfile(path) and not os.path.islink(path):  # noqa: PTH113, PTH114 - one of Lightning's own
             super().remove_checkpoint(filepath)
         else:
-            self._bcp_saves.remove(path, self.bcp_storage_options)
+            self._bcp_loaders.when_loaded(path, partial(self._bcp_saves.remove, path, self.bcp_storage_options))
 
     # The course of training.
 

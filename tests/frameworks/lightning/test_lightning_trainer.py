@@ -386,6 +386,29 @@ def test_training_begins_anew_after_a_search_for_the_learning_rate(tmp_path: Pat
     assert not list(tmp_path.glob(".lr_find_*"))
 
 
+class SearchInTraining(LearningRateFinder):
+    """Searches for a learning rate at the start of the second epoch."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
+def test_streams_go_on_after_a_search_for_the_learning_rate_in_training(tmp_path: Path) -> None:
+    runs = []
+    for callbacks in ([], [SearchInTraining(num_training_steps=12, update_attr=False)]):
+        pl.seed_everything(5, verbose=False)
+        module = Regression()
+        module.net[2].p = 0.0
+        fit(tmp_path, callbacks, module=module)
+        runs.append(module)
+    assert runs[0].losses == runs[1].losses
+    assert not list(tmp_path.glob(".lr_find_*"))
+
+
 def test_a_checkpoint_of_averaged_weights_tests_with_the_averaged_ones(tmp_path: Path) -> None:
     saves = each_few_steps(tmp_path, 11)
     fit(tmp_path, [EMAWeightAveraging(decay=0.5), saves], max_steps=11)
