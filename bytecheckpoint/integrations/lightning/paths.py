@@ -18,7 +18,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from bytecheckpoint import api
-from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, UnsafeCheckpointError
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    UnsafeCheckpointError,
+)
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.open_store import is_plain_path, open_store
@@ -69,6 +74,17 @@ def _opened(path: str, storage_options: Mapping[str, Any] | None) -> ChosenCheck
     found = api.open(path, step=None, storage_options=storage_options)
     fqns = (*found, *found.manifest.objects, *found.manifest.rank_objects)
     return ChosenCheckpoint(path, True, sorted({fqn.partition(".")[0] for fqn in fqns}), dict(found.metadata))
+
+
+def refuse_weights_only(found: ChosenCheckpoint) -> None:
+    """Raises CheckpointMismatchError (missing_key) for a checkpoint of weights alone."""
+    if found.metadata.get("weights_only"):
+        raise CheckpointMismatchError(
+            f"{found.path} holds the model alone (save_weights_only), and training cannot go on from it; nothing was "
+            'changed: load it with bcp.load(path, {"model": model}), and call fit without ckpt_path',
+            kind="missing_key",
+            path=found.path,
+        )
 
 
 def is_committed(path: str, storage_options: Mapping[str, Any] | None) -> bool:

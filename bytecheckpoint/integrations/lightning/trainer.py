@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from bytecheckpoint import api
 from bytecheckpoint.adapters.data.loader_state import Elastic
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
-from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.integrations.lightning.loaders import TrainLoaders
 from bytecheckpoint.integrations.lightning.model_state import is_same, module_or_part
@@ -38,12 +38,14 @@ from bytecheckpoint.integrations.lightning.paths import (
     drop_gone_paths,
     find_checkpoint,
     lasting_paths,
+    refuse_weights_only,
     take_place,
 )
 from bytecheckpoint.integrations.lightning.plain_state import as_plain, from_plain, is_mid_epoch
 from bytecheckpoint.integrations.lightning.saves import SaveInFlight, refuse_deepspeed
 from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
 from bytecheckpoint.integrations.shared.mark import marked
+from bytecheckpoint.integrations.shared.named_parameters import parameters_named
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.storage.credentials import showable_url
@@ -147,14 +149,17 @@ class BcpStrategyMixin(Strategy):
             "weights_only": "optimizer_states" not in checkpoint,
             "num_loaders": len(self._bcp_loaders.states),
         }
-        handle = api.save(
-            path,
-            self._bcp_state(checkpoint),
-            async_save=is_async,
-            metadata=marked("lightning", metadata),
-            storage_options=storage_options,
-            options=self.bcp_options,
-        )
+        state, module = self._bcp_state(checkpoint), self._bcp_module()
+        taken = {} if state["model"] is module or "current_model" in state else {"model": module}
+        with parameters_named(taken, self.optimizers):
+            handle = api.save(
+                path,
+                state,
+                async_save=is_async,
+                metadata=marked("lightning", metadata),
+                storage_options=storage_options,
+                options=self.bcp_options,
+            )
         self._bcp_saves.begin(handle)
 
     def _bcp_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +229,7 @@ class BcpStrategyMixin(Strategy):
         extra: dict[str, Any] = {}
         state: dict[str, Any] = {"model": module}
         if is_fitting:
-            _refuse_weights_only(found)
+            refuse_weights_only(found)
             state |= {"optimizer": _one_or_all(self.optimizers)} if self.optimizers else {}
             state |= {name: {} for name in ("scheduler",) if name in found.names}
             state |= {"rng": RngState(elastic="keep")} if "rng" in found.names else {}
@@ -388,13 +393,3 @@ class BcpSingleDeviceStrategy(BcpStrategyMixin, SingleDeviceStrategy):
 
 def _one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else list(values)
-
-
-def _refuse_weights_only(found: ChosenCheckpoint) -> None:
-    if found.metadata.get("weights_only"):
-        raise CheckpointMismatchError(
-            f"{found.path} holds the model alone (save_weights_only), and training cannot go on from it; nothing was "
-            'changed: load it with bcp.load(path, {"model": model}), and call fit without ckpt_path',
-            kind="missing_key",
-            path=found.path,
-        )

@@ -342,14 +342,15 @@ def test_objects_that_a_hook_adds_are_refused_by_name(tmp_path: Path) -> None:
         fit(tmp_path, [each_few_steps(tmp_path)], module=Adding(), max_steps=3)
 
 
-def test_a_hook_that_takes_weights_out_makes_the_checkpoint_smaller(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_head", [True, False])
+def test_a_hook_that_takes_weights_out_makes_the_checkpoint_smaller(tmp_path: Path, *, of_head: bool) -> None:
     class HeadOnly(Regression):
         def __init__(self) -> None:
             super().__init__()
             self.strict_loading = False
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.net[3].parameters())
+            return torch.optim.AdamW((self.net[3] if of_head else self).parameters())
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             for name in [name for name in checkpoint["state_dict"] if not name.startswith("net.3.")]:
