@@ -139,6 +139,11 @@ def inexact_reason(source: Any) -> str | None:
             "datasets' .shuffle(buffer_size=...) loses the content of its buffer when it goes on from its state. "
             "Remove it and wrap the dataset in bcp.data.ShuffleBuffer(dataset, buffer_size), whose content is saved"
         )
+    if any(map(_shuffles_without_a_seed, examples)):
+        return (
+            "datasets' .shuffle without a seed draws another order in each process. Pass it the same seed, below 2^64, "
+            "in every run"
+        )
     if any(map(_counts_rows_ahead, examples)):
         return (
             "a dataset with .map or .filter over Arrow data, or .shuffle(buffer_size=1), skips samples when it goes on "
@@ -163,6 +168,14 @@ def _examples_in(examples: Any) -> Iterator[Any]:
 
 def _shuffles_in_a_buffer(examples: Any) -> bool:
     return type(examples).__name__ == "BufferShuffledExamplesIterable" and getattr(examples, "buffer_size", 2) > 1
+
+
+def _shuffles_without_a_seed(examples: Any) -> bool:
+    # Without a seed numpy draws one of 128 bits.
+    generator = getattr(getattr(examples, "generator", None), "bit_generator", None)
+    entropy = getattr(getattr(generator, "seed_seq", None), "entropy", None)
+    is_shuffle = type(examples).__name__ == "BufferShuffledExamplesIterable"
+    return is_shuffle and isinstance(entropy, int) and entropy >= 1 << 64
 
 
 def _counts_rows_ahead(examples: Any) -> bool:

@@ -34,6 +34,7 @@ class SaveHandle:
     def __repr__(self) -> str:
         progress = self._progress
         state = "failed" if progress.error is not None else "done" if self.done() else "under way"
+        state = "of the process that this one was forked from" if progress.is_of_parent else state
         return f"<SaveHandle {progress.path}: {state}>"
 
     def _repr_html_(self) -> str:

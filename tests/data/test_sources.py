@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from data.sample_sources import Records
 
@@ -107,6 +108,18 @@ def test_a_shuffle_of_shards_alone_is_told_where_its_state_skips_a_sample(
     monkeypatch.setitem(sys.modules, module.__name__, module)
     shuffled = examples("BufferShuffled", "Arrow")
     shuffled.buffer_size, type(shuffled).__module__ = 1, module.__name__
+    members = {"__module__": module.__name__, "state_dict": Records.state_dict, "_ex_iterable": shuffled}
+    assert why in str(inexact_reason(type("IterableDataset", (Records,), members)([])))
+
+
+@pytest.mark.parametrize(("seed", "why"), [(None, "without a seed"), (3, "None"), ([3, 1], "None")])
+def test_a_shuffle_of_shards_without_a_seed_is_told(monkeypatch: pytest.MonkeyPatch, seed: Any, why: str) -> None:
+    module = ModuleType("datasets.iterable_dataset")
+    monkeypatch.setattr(module, "InterleavedShardsExamplesIterable", object, raising=False)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    shuffled = examples("BufferShuffled", "Arrow")
+    shuffled.buffer_size, shuffled.generator = 1, np.random.default_rng(seed)
+    type(shuffled).__module__ = module.__name__
     members = {"__module__": module.__name__, "state_dict": Records.state_dict, "_ex_iterable": shuffled}
     assert why in str(inexact_reason(type("IterableDataset", (Records,), members)([])))
 

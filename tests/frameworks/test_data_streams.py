@@ -227,6 +227,10 @@ def test_a_loader_that_accelerate_prepares_for_one_process_has_all_samples_of_it
 def test_a_shuffle_buffer_of_datasets_is_refused() -> None:
     inexact = Streams({"a": iterable(0).shuffle(buffer_size=4).map(lambda sample: sample)}, rank=0, size=1)
     assert "wrap the dataset in bcp.data.ShuffleBuffer" in inexact.refuse_inexact()
+    unseeded = Streams({"a": iterable(0).shuffle(buffer_size=1).map(lambda sample: sample)}, rank=0, size=1)
+    assert "without a seed" in unseeded.refuse_inexact()
+    seeded = Streams({"a": iterable(0).shuffle(seed=3, buffer_size=1)}, rank=0, size=1)
+    assert seeded.refuse_inexact() is None
     assert Streams({"a": shuffled(0)}, rank=0, size=1).refuse_inexact() is None
 
 

@@ -57,8 +57,11 @@ def test_a_handle_of_the_parent_raises(tmp_path: Path) -> None:
         handle = bcp.save(tmp_path, state(), async_save=True)
         waits: list[Callable[[], object]] = [handle.result, handle.staged, lambda: handle.held("storage")]
         found = [in_child(wait) for wait in waits]
+        shown = in_child(lambda: repr(handle))
         go.set()
         assert handle.result(TIMEOUT_S).num_tensors == 1
+    assert "failed" not in shown
+    assert "of the process that this one was forked from" in shown
     assert [text for text in found if not (text.startswith("CheckpointMismatchError: ") and OF_PARENT in text)] == []
 
 

@@ -8,25 +8,22 @@ import os
 import re
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, MutableMapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from bytecheckpoint import api
-from bytecheckpoint.adapters.collect import entries_of
-from bytecheckpoint.adapters.native.modules import ModuleEntry
-from bytecheckpoint.adapters.native.parameter_names import MODEL_FQN
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
+from bytecheckpoint.integrations.shared.named_parameters import parameters_named
 from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolders
 from bytecheckpoint.manager.agreement.decisions import Decisions
-from bytecheckpoint.manifest.plain_wire import join_fqn
 from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage.credentials import showable_url
@@ -186,28 +183,16 @@ def _state_of(accelerator: Any, models: Mapping[int, Any], *, loads: bool) -> di
     }
 
 
-@contextmanager
-def _parameters_named(accelerator: Any, models: Mapping[int, Any]) -> Iterator[None]:
+def _parameters_named(accelerator: Any, models: Mapping[int, Any]) -> AbstractContextManager[None]:
     """Gives the optimizers, in the block, the names of the parameters of all models that are not in `models`: a hook
-    saves and loads these, so no module of the state names them. The names are those that a module would give.
+    saves and loads these, so no module of the state names them.
     """
     taken = {
         _numbered("model", number): each for number, each in enumerate(accelerator._models) if number not in models
     }
-    names: dict[int, str] = {}
-    for fqn, model in taken.items():
-        for entry in entries_of({fqn: model}, "auto"):
-            for parameter, name in entry.parameters() if isinstance(entry, ModuleEntry) else ():
-                names.setdefault(id(parameter), name if fqn == MODEL_FQN else join_fqn(fqn, name))
-    optimizers = [_unwrapped(each, AcceleratedOptimizer, "optimizer") for each in accelerator._optimizers]
-    groups = [group for each in optimizers for group in each.param_groups if names and "param_names" not in group]
-    for group in groups:
-        group["param_names"] = [names.get(id(parameter)) for parameter in group["params"]]
-    try:
-        yield
-    finally:
-        for group in groups:  # else torch refuses a group without names that the program adds later
-            del group["param_names"]
+    return parameters_named(
+        taken, [_unwrapped(each, AcceleratedOptimizer, "optimizer") for each in accelerator._optimizers]
+    )
 
 
 def _numbered(name: str, number: int) -> str:

@@ -17,6 +17,7 @@ from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.lightning.model_state import module_or_part
 from bytecheckpoint.integrations.lightning.saves import SaveInFlight, refuse_deepspeed
 from bytecheckpoint.integrations.shared.mark import marked
+from bytecheckpoint.integrations.shared.named_parameters import parameters_named
 from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.state_tree import load_tree
 
@@ -60,15 +61,17 @@ class BcpFabricMixin(Strategy):
         or of an FSDP1 module, and the errors of `bytecheckpoint.save`.
         """
         self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
-        whole = {name: _filtered(name, value, (filter or {}).get(name)) for name, value in state.items()}
-        handle = api.save(
-            path,
-            whole,
-            async_save=self.bcp_async_save,
-            metadata=marked("fabric"),
-            storage_options=storage_options or self.bcp_storage_options,
-            options=self.bcp_options,
-        )
+        parts = {name: _filtered(name, value, (filter or {}).get(name)) for name, value in state.items()}
+        taken = {name: value for name, value in state.items() if parts[name] is not value}
+        with parameters_named(taken, [value for value in state.values() if isinstance(value, Optimizer)]):
+            handle = api.save(
+                path,
+                parts,
+                async_save=self.bcp_async_save,
+                metadata=marked("fabric"),
+                storage_options=storage_options or self.bcp_storage_options,
+                options=self.bcp_options,
+            )
         self._bcp_saves.begin(handle)
 
     def load_checkpoint(

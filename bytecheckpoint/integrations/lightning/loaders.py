@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from bytecheckpoint import api
@@ -34,6 +34,7 @@ class TrainLoaders:
     def __init__(self, elastic: Elastic) -> None:
         self._elastic = elastic
         self._waiting: LoadLater | None = None
+        self._once_loaded: list[Callable[[], None]] = []
         self._round: object = None
         self.states: list[DataLoaderState] = []
 
@@ -44,7 +45,21 @@ class TrainLoaders:
         now.
         """
         num_loaders = int(found.metadata.get("num_loaders", 0))
+        self._stop_waiting()
         self._waiting = LoadLater(found.path, num_loaders, storage_options, timeout_s) if num_loaders else None
+
+    def when_loaded(self, path: str, remove: Callable[[], None]) -> None:
+        """Calls `remove`, which removes the checkpoint at the path: now, or once the loaders that it is to fill are."""
+        if self._waiting is not None and self._waiting.path == path:
+            self._once_loaded.append(remove)  # a search for the learning rate removes it before its loaders are made
+        else:
+            remove()
+
+    def _stop_waiting(self) -> None:
+        self._waiting = None
+        removals, self._once_loaded = self._once_loaded, []
+        for remove in removals:
+            remove()
 
     def add(self, loader: object, *, round_of: object, rank: int, size: int) -> None:
         """Adds a train loader, and loads its state from the checkpoint of `load_later`, if any. Ignores a loader that
@@ -72,7 +87,7 @@ class TrainLoaders:
             options=LoadOptions(timeout_s=timeout_s),
         )
         if len(self.states) == num_loaders:
-            self._waiting = None
+            self._stop_waiting()
 
     def entries(self, fetcher: Any) -> dict[str, Any]:
         """Returns the entries of a state to save: none, `data`, or one below `data` for each loader. At the end of an
@@ -91,8 +106,8 @@ class TrainLoaders:
         the `read_ahead` of the streams; warns if the checkpoint has more loaders than this run.
         """
         if self._waiting is not None:
-            num_found, self._waiting = len(self.states), None
-            logger.warning("the checkpoint has more train loaders than this run with a state (%d)", num_found)
+            logger.warning("the checkpoint has more train loaders than this run with a state (%d)", len(self.states))
+            self._stop_waiting()
         ahead = getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0
         for state in self.states:
             streams = getattr(state.loader, "dataset", None)
@@ -106,4 +121,5 @@ class TrainLoaders:
 
     def clear(self) -> None:
         """Forgets the loaders, when training has ended."""
-        self._waiting, self._round, self.states = None, None, []
+        self._stop_waiting()
+        self._round, self.states = None, []

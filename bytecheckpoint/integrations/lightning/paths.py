@@ -18,10 +18,17 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from bytecheckpoint import api
-from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, UnsafeCheckpointError
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    UnsafeCheckpointError,
+)
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.open_store import is_plain_path, open_store
+from bytecheckpoint.storage.paths import temporary_name
+from bytecheckpoint.storage.store import one_block
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -67,6 +74,17 @@ def _opened(path: str, storage_options: Mapping[str, Any] | None) -> ChosenCheck
     found = api.open(path, step=None, storage_options=storage_options)
     fqns = (*found, *found.manifest.objects, *found.manifest.rank_objects)
     return ChosenCheckpoint(path, True, sorted({fqn.partition(".")[0] for fqn in fqns}), dict(found.metadata))
+
+
+def refuse_weights_only(found: ChosenCheckpoint) -> None:
+    """Raises CheckpointMismatchError (missing_key) for a checkpoint of weights alone."""
+    if found.metadata.get("weights_only"):
+        raise CheckpointMismatchError(
+            f"{found.path} holds the model alone (save_weights_only), and training cannot go on from it; nothing was "
+            'changed: load it with bcp.load(path, {"model": model}), and call fit without ckpt_path',
+            kind="missing_key",
+            path=found.path,
+        )
 
 
 def is_committed(path: str, storage_options: Mapping[str, Any] | None) -> bool:
@@ -177,18 +195,35 @@ def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
-def take_place(trainer: Trainer, path: str) -> tuple[str, str]:
-    """Returns the path of a save, and the path of a checkpoint to copy there instead; empty if there is none to copy.
-    Removes a link at the path, unless a copy is to take its place, and makes the folder there.
+def take_place(trainer: Trainer, path: str, storage_options: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Lets the path of a save exist from now on. Returns the path of a checkpoint to copy there instead, and the name
+    of a placeholder below the path to remove after the commit; empty texts if there is none. Removes a link at the
+    path, unless a copy is to take its place.
+
+    A callback puts a link beside the path, and another one takes the same name while nothing is there.
     """
     source = _saved_just_before(trainer, path)
+    if not is_plain_path(path):
+        return source, _placeholder(trainer, path, storage_options)
     if not source and os.path.islink(path):  # noqa: PTH114
         os.unlink(path)  # noqa: PTH108 - else the save would replace what it points to
-    if is_plain_path(path):
-        # Now: a callback puts a link beside it, and another one takes the same name while nothing is there.
-        with suppress(OSError):  # the save raises it
-            os.makedirs(path, exist_ok=True)  # noqa: PTH103
-    return path, source
+    with suppress(OSError):  # the save raises it
+        os.makedirs(path, exist_ok=True)  # noqa: PTH103
+    return source, ""
+
+
+def _placeholder(trainer: Trainer, url: str, storage_options: Mapping[str, Any] | None) -> str:
+    """Creates an object below the URL, because object stores have no empty folders, and returns its name; an empty text
+    if it cannot be created: the save raises that. If a killed job leaves it, it is garbage.
+    """
+    name = temporary_name("placeholder")
+    for callback in _model_checkpoints(trainer):
+        callback._fs.invalidate_cache()  # listings from before, in which the callback looks for the path
+    try:
+        open_store(url, storage_options=storage_options, writer_threads=1).write(name, one_block(b"\n"), replace=False)
+    except CheckpointError:
+        return ""
+    return name
 
 
 def _saved_just_before(trainer: Trainer, path: str) -> str:

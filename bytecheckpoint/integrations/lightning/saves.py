@@ -84,6 +84,17 @@ class SaveInFlight:
 
         self._after_commit(remove)
 
+    def remove_object(self, path: str, name: str, storage_options: Mapping[str, Any] | None) -> None:
+        """Removes the object of this name below a path, when `remove` would. Rank 0 calls it. If that fails, nothing is
+        raised, and `bcp gc` finds it.
+        """
+
+        def remove() -> None:
+            with suppress(CheckpointError):
+                open_store(path, storage_options=storage_options, writer_threads=1).delete(name)
+
+        self._after_commit(remove)
+
     def settle(self, *, timeout_s: float, wait_s: float | None = None) -> None:
         """Waits until the save in flight is committed, and its copies and removals are done. All ranks call this.
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,7 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from bytecheckpoint import api
 from bytecheckpoint.adapters.data.loader_state import Elastic
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
-from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.integrations.lightning.loaders import TrainLoaders
 from bytecheckpoint.integrations.lightning.model_state import is_same, module_or_part
@@ -37,12 +38,14 @@ from bytecheckpoint.integrations.lightning.paths import (
     drop_gone_paths,
     find_checkpoint,
     lasting_paths,
+    refuse_weights_only,
     take_place,
 )
 from bytecheckpoint.integrations.lightning.plain_state import as_plain, from_plain, is_mid_epoch
 from bytecheckpoint.integrations.lightning.saves import SaveInFlight, refuse_deepspeed
 from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
 from bytecheckpoint.integrations.shared.mark import marked
+from bytecheckpoint.integrations.shared.named_parameters import parameters_named
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.storage.credentials import showable_url
@@ -126,27 +129,37 @@ class BcpStrategyMixin(Strategy):
     def _bcp_save(
         self, checkpoint: dict[str, Any], given: str, storage_options: Mapping[str, Any] | None, *, is_async: bool
     ) -> None:
-        trainer = self._bcp_trainer()
-        path, source = self._bcp_decide("naming a checkpoint", lambda: take_place(trainer, given), tuple[str, str])
+        decide = partial(take_place, self._bcp_trainer(), given, storage_options)
+        source, placeholder = self._bcp_decide("naming a checkpoint", decide, tuple[str, str])
         if not (source and is_async):  # a copy is made after the save in flight, which training need not wait for
             self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
         if source:
-            self._bcp_saves.copy(source, path, storage_options, timeout_s=self.bcp_options.timeout_s)
-            return
+            self._bcp_saves.copy(source, given, storage_options, timeout_s=self.bcp_options.timeout_s)
+        else:
+            self._bcp_begin(checkpoint, given, storage_options, is_async=is_async)
+        if placeholder and self.is_global_zero:
+            self._bcp_saves.remove_object(given, placeholder, storage_options)
+
+    def _bcp_begin(
+        self, checkpoint: dict[str, Any], path: str, storage_options: Mapping[str, Any] | None, *, is_async: bool
+    ) -> None:
         metadata = {
             GLOBAL_STEP: int(checkpoint["global_step"]),
             "epoch": int(checkpoint["epoch"]),
             "weights_only": "optimizer_states" not in checkpoint,
             "num_loaders": len(self._bcp_loaders.states),
         }
-        handle = api.save(
-            path,
-            self._bcp_state(checkpoint),
-            async_save=is_async,
-            metadata=marked("lightning", metadata),
-            storage_options=storage_options,
-            options=self.bcp_options,
-        )
+        state, module = self._bcp_state(checkpoint), self._bcp_module()
+        taken = {} if state["model"] is module or "current_model" in state else {"model": module}
+        with parameters_named(taken, self.optimizers):
+            handle = api.save(
+                path,
+                state,
+                async_save=is_async,
+                metadata=marked("lightning", metadata),
+                storage_options=storage_options,
+                options=self.bcp_options,
+            )
         self._bcp_saves.begin(handle)
 
     def _bcp_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -216,7 +229,7 @@ class BcpStrategyMixin(Strategy):
         extra: dict[str, Any] = {}
         state: dict[str, Any] = {"model": module}
         if is_fitting:
-            _refuse_weights_only(found)
+            refuse_weights_only(found)
             state |= {"optimizer": _one_or_all(self.optimizers)} if self.optimizers else {}
             state |= {name: {} for name in ("scheduler",) if name in found.names}
             state |= {"rng": RngState(elastic="keep")} if "rng" in found.names else {}
@@ -266,7 +279,7 @@ class BcpStrategyMixin(Strategy):
         if os.path.isfile(path) and not os.path.islink(path):  # noqa: PTH113, PTH114 - one of Lightning's own
             super().remove_checkpoint(filepath)
         else:
-            self._bcp_saves.remove(path, self.bcp_storage_options)
+            self._bcp_loaders.when_loaded(path, partial(self._bcp_saves.remove, path, self.bcp_storage_options))
 
     # The course of training.
 
@@ -380,13 +393,3 @@ class BcpSingleDeviceStrategy(BcpStrategyMixin, SingleDeviceStrategy):
 
 def _one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else list(values)
-
-
-def _refuse_weights_only(found: ChosenCheckpoint) -> None:
-    if found.metadata.get("weights_only"):
-        raise CheckpointMismatchError(
-            f"{found.path} holds the model alone (save_weights_only), and training cannot go on from it; nothing was "
-            'changed: load it with bcp.load(path, {"model": model}), and call fit without ckpt_path',
-            kind="missing_key",
-            path=found.path,
-        )

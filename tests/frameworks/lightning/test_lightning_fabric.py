@@ -97,6 +97,22 @@ def test_a_filter_leaves_tensors_out(tmp_path: Path) -> None:
         fabric.save(tmp_path / "y", state, filter={"optimizer": lambda *_: True})
 
 
+def test_an_optimizer_may_have_parameters_that_a_filter_leaves_out(tmp_path: Path) -> None:
+    fabric, state = started(2)
+    train(fabric, state, 2)
+    groups = [set(group) for group in state["optimizer"].param_groups]
+    fabric.save(tmp_path / "x", state, filter={"model": lambda name, _: "bias" not in name})
+    found = _settled(fabric, tmp_path / "x")
+    assert "model.0.bias" not in found
+    assert "optimizer.state.0.bias.exp_avg" in found
+    assert [set(group) for group in state["optimizer"].param_groups] == groups
+    _, other = started(0)
+    fabric.load(tmp_path / "x", other, strict=False)
+    for ours, theirs in zip(state["model"].parameters(), other["model"].parameters(), strict=True):
+        stored, loaded = state["optimizer"].state[ours], other["optimizer"].state[theirs]
+        assert torch.equal(stored["exp_avg"], loaded["exp_avg"])
+
+
 class Quantized(nn.Linear):
     """A layer with extra state, as quantized and float8 layers have."""
 

@@ -9,13 +9,17 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
@@ -29,6 +33,8 @@ import bytecheckpoint as bcp
 from bytecheckpoint.integrations.lightning import BcpDDPStrategy, BcpSingleDeviceStrategy
 from bytecheckpoint.integrations.lightning import saves as saves_in_flight
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
+from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 from frameworks.going_on import go_on
 from frameworks.lightning.lightning_runs import Regression, committed, samples, train_loader, trainer_of
 
@@ -166,12 +172,58 @@ def test_the_first_link_to_a_last_checkpoint_does_not_wait_for_its_folder(tmp_pa
     assert committed(tmp_path / "new") == {"epoch=0-step=3.ckpt": 3, "last.ckpt": 3}
 
 
-def test_callbacks_that_save_at_the_same_steps_in_one_folder_take_other_names(tmp_path: Path) -> None:
-    both = [ModelCheckpoint(tmp_path, monitor="val_loss", mode=mode, save_top_k=2) for mode in ("min", "max")]
+@pytest.mark.parametrize("is_local", [True, False])
+def test_callbacks_that_save_at_the_same_steps_in_one_folder_take_other_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_local: bool
+) -> None:
+    hold_up_data(monkeypatch)
+    folder = tmp_path if is_local else f"memory:/{tmp_path}"
+    both = [ModelCheckpoint(folder, monitor="val_loss", mode=mode, save_top_k=2) for mode in ("min", "max")]
     fit(tmp_path, [*both], validates=True, max_steps=40)
     best = [path for saves in both for path in saves.best_k_models]
     assert len(set(best)) == 4
     assert all(map(bcp.open, best))
+    left = map(str, tmp_path.rglob("*")) if is_local else fsspec.filesystem("memory").find(str(tmp_path))
+    assert not [path for path in left if TEMPORARY_PREFIX in path]
+
+
+def test_callbacks_keep_all_that_they_save_with_one_name_at_a_url_that_they_have_listed(tmp_path: Path) -> None:
+    fsspec.register_implementation(Listed.protocol, Listed, clobber=True)
+    (tmp_path / "earlier.ckpt").mkdir()
+    several = {"monitor": "step", "filename": "{epoch}", "every_n_train_steps": 2, "save_top_k": -1}
+    saves = ModelCheckpoint(f"listed://{tmp_path}", **several)
+    fit(tmp_path, [saves], max_steps=8, strategy=BcpSingleDeviceStrategy(storage_options={"auto_mkdir": True}))
+    assert sorted(committed(tmp_path).values()) == [2, 4, 6, 8]
+
+
+class Listed(LocalFileSystem):
+    """A storage that looks for paths in its listings and keeps them, as s3fs does."""
+
+    protocol = "listed"
+
+    def ls(self, path: str, detail: bool = False, **_: Any) -> Any:
+        found = super().ls(path, detail=True)
+        self.dircache[self._strip_protocol(path)] = found
+        return found if detail else [each["name"] for each in found]
+
+    def exists(self, path: str, **_: Any) -> bool:
+        name = self._strip_protocol(path)
+        parent = self._parent(name)
+        return name in {each["name"] for each in self.dircache[parent]} if parent in self.dircache else lexists(name)
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.dircache.clear()
+        super().invalidate_cache(path)
+
+
+def hold_up_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = FsspecStore.write
+
+    def write_late(store: Any, name: str, *given: Any, **named: Any) -> None:
+        time.sleep(0.1 if name.startswith(layout.DATA_FOLDER) else 0)
+        write(store, name, *given, **named)
+
+    monkeypatch.setattr(FsspecStore, "write", write_late)
 
 
 def make_uncommitted(path: Path) -> None:
@@ -290,14 +342,15 @@ def test_objects_that_a_hook_adds_are_refused_by_name(tmp_path: Path) -> None:
         fit(tmp_path, [each_few_steps(tmp_path)], module=Adding(), max_steps=3)
 
 
-def test_a_hook_that_takes_weights_out_makes_the_checkpoint_smaller(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_head", [True, False])
+def test_a_hook_that_takes_weights_out_makes_the_checkpoint_smaller(tmp_path: Path, *, of_head: bool) -> None:
     class HeadOnly(Regression):
         def __init__(self) -> None:
             super().__init__()
             self.strict_loading = False
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.net[3].parameters())
+            return torch.optim.AdamW((self.net[3] if of_head else self).parameters())
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             for name in [name for name in checkpoint["state_dict"] if not name.startswith("net.3.")]:
@@ -331,6 +384,29 @@ def test_training_begins_anew_after_a_search_for_the_learning_rate(tmp_path: Pat
         runs.append(module)
     assert runs[0].losses == runs[1].losses
     assert same_weights(*runs)
+    assert not list(tmp_path.glob(".lr_find_*"))
+
+
+class SearchInTraining(LearningRateFinder):
+    """Searches for a learning rate at the start of the second epoch."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
+def test_streams_go_on_after_a_search_for_the_learning_rate_in_training(tmp_path: Path) -> None:
+    runs = []
+    for callbacks in ([], [SearchInTraining(num_training_steps=12, update_attr=False)]):
+        pl.seed_everything(5, verbose=False)
+        module = Regression()
+        module.net[2].p = 0.0
+        fit(tmp_path, callbacks, module=module)
+        runs.append(module)
+    assert runs[0].losses == runs[1].losses
     assert not list(tmp_path.glob(".lr_find_*"))
 
 

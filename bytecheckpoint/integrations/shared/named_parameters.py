@@ -1,0 +1,34 @@
+"""Names of an optimizer's parameters that no module of a save or a load has: it takes only a part of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+
+from bytecheckpoint.adapters.collect import entries_of
+from bytecheckpoint.adapters.native.modules import ModuleEntry
+from bytecheckpoint.adapters.native.parameter_names import MODEL_FQN
+from bytecheckpoint.manifest.plain_wire import join_fqn
+
+
+@contextmanager
+def parameters_named(modules: Mapping[str, Any], optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Gives the optimizers, in the block, the names that their parameters have in these whole modules of a state, by
+    FQN.
+    """
+    names: dict[int, str] = {}
+    for fqn, module in modules.items():
+        for entry in entries_of({fqn: module}, "auto"):
+            for parameter, name in entry.parameters() if isinstance(entry, ModuleEntry) else ():
+                names.setdefault(id(parameter), name if fqn == MODEL_FQN else join_fqn(fqn, name))
+    groups = [group for each in optimizers for group in each.param_groups if names and "param_names" not in group]
+    for group in groups:
+        group["param_names"] = [names.get(id(parameter)) for parameter in group["params"]]
+    try:
+        yield
+    finally:
+        for group in groups:  # else torch refuses a group without names that the program adds later
+            del group["param_names"]
