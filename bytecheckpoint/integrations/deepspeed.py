@@ -246,7 +246,7 @@ class _Found(msgspec.Struct):
 
 
 def _find(folder: TrackedFolder, tag: str | int | None) -> _Found:
-    name = str(tag) if tag is not None else folder.read()
+    name = str(tag) if tag is not None else folder.read(content="the name")
     if name is None:
         logger.warning(
             "there is no file %s, so no checkpoint was loaded and training begins anew. Committed checkpoints beside "

@@ -42,7 +42,7 @@ def report(metrics: dict[str, Any], handle: SaveHandle | None = None, **report_a
     Args:
         metrics: As for `ray.train.report`.
         handle: What `bytecheckpoint.save` returned on this worker, for a path below `run_path()`; None for metrics
-            alone.
+            alone. Report each step once: when Ray deletes the older of two reports, it deletes the folder of both.
         report_arguments: Other arguments of `ray.train.report`, such as `validation`.
 
     Raises:

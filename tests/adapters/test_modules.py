@@ -299,6 +299,21 @@ def test_tensors_that_state_dict_hooks_make_are_loaded_through_load_state_dict(t
     assert same_module(source, target)
 
 
+def test_optimizer_state_of_what_a_hook_splits_loads_from_a_file_with_the_bare_names_of_the_model(
+    tmp_path: Path,
+) -> None:
+    """As torchtitan's manager saves its models. No tensor of the model says where such state belongs."""
+    source, target = nn.Sequential(Fused(), nn.Linear(2, 2)), nn.Sequential(Fused(), nn.Linear(2, 2))
+    optimizer, loaded = (torch.optim.AdamW(model.named_parameters()) for model in (source, target))
+    for parameter in source.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    torch.save({**source.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    bcp.load(tmp_path / "state.pt", {"model": target, "optimizer": loaded})
+    assert same_module(source, target)
+    assert same_optimizer(optimizer, loaded)
+
+
 class Doubled(nn.Module):
     """Keeps what it derives from a parameter, and computes it again after load_state_dict()."""
 

@@ -46,7 +46,7 @@ def test_nothing_counts_as_replaced_where_the_file_could_not_be_written(
     monkeypatch.setattr(LocalStore, "write", refuse)
     with pytest.raises(StorageError, match="could not be written"):
         save(folder, "c", before)
-    assert (before, folder.read()) == ([None, "a"], "b")
+    assert (before, folder.read(content="the name")) == ([None, "a"], "b")
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
@@ -67,4 +67,4 @@ def test_a_save_that_failed_before_its_commit_leaves_the_file_as_it_was(
     monkeypatch.setattr(LocalStore, "write", refuse)
     with pytest.raises(StorageError, match="the disk is full"):
         save(folder, "b", before, options=options)
-    assert (before, folder.read(), folder.committed()) == ([None], "a", ["a"])
+    assert (before, folder.read(content="the name"), folder.committed()) == ([None], "a", ["a"])

@@ -61,12 +61,12 @@ def find(args: Namespace, root: str | None, reach: TrackedFolder) -> FoundIterat
     wanted = getattr(args, "ckpt_step", None)
     if wanted and root is not None:
         return _described(reach._replace(root=root), name_of(wanted))
-    found = [(folder, text) for folder in _folders(args, root, reach) if (text := folder.read()) is not None]
+    found = [(folder, text) for folder in _folders(args, root, reach) if (text := _tracked_in(folder)) is not None]
     pretrained: str | None = getattr(args, "pretrained_checkpoint", None)
     is_pretrained = not found and pretrained is not None
     if not found and pretrained is not None:
         folder = reach._replace(root=pretrained)
-        found = [(folder, text) for text in [folder.read()] if text is not None]
+        found = [(folder, text) for text in [_tracked_in(folder)] if text is not None]
     if found:
         # The newest, and of two equally new ones the one that is not persistent, as in Megatron.
         folder, text = max(found, key=lambda each: _iteration_in(each[1]))
@@ -88,6 +88,10 @@ def find(args: Namespace, root: str | None, reach: TrackedFolder) -> FoundIterat
         committed or "none",
     )
     return FoundIteration()
+
+
+def _tracked_in(folder: TrackedFolder) -> str | None:
+    return folder.read(content=f"the iteration, as 100 for {name_of(100)},")
 
 
 def _folders(args: Namespace, root: str | None, reach: TrackedFolder) -> list[TrackedFolder]:

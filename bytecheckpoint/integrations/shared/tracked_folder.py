@@ -90,15 +90,16 @@ class TrackedFolder(NamedTuple):
         decisions = Decisions(None, self.shown(), timeout_s=self.timeout_s)
         return decisions.decide_together("looking for a checkpoint", decide, kind)
 
-    def read(self) -> str | None:
+    def read(self, *, content: str) -> str | None:
         """Returns the content of the tracker file without white space around it; None if there is no such file. Raises
-        CheckpointNotFoundError if the file is empty or only white space.
+        CheckpointNotFoundError if the file is empty or only white space: its advice says to write `content`, such as
+        "the name", of a checkpoint into it.
         """
         text = self._content(self._store())
         if text == "":
             raise CheckpointNotFoundError(
                 f"{self.shown(self.tracker)} is empty, as a write that was cut short leaves it; nothing was loaded: "
-                f"write the name of a checkpoint into it, one of {self.committed()}, or delete it to begin anew",
+                f"write {content} of a checkpoint into it, one of {self.committed()}, or delete it to begin anew",
                 kind="not_found",
                 path=self.shown(),
             )

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from bytecheckpoint import api
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
+from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.integrations.dcp.calls import SaveFuture
 from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
 from bytecheckpoint.integrations.shared.loader_state import loader_state
@@ -106,6 +107,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
         self.save_future: SaveFuture | None = None
         self._model_parts = model_parts
         self._sd_adapter = sd_adapter
+        self._dataloader = dataloader
         self._entries: dict[str, Any] = {
             # The inner optimizers: the state of the container is gathered under names of its own.
             "optimizer": list(optimizers) if optimizers is not None else None,
@@ -246,15 +248,18 @@ class BcpCheckpointManager(BaseCheckpointManager):
         return choose(self._folders, step, self.config, assets=getattr(self._sd_adapter, "hf_assets_path", None))
 
     def _load_state(self, path: str) -> None:
+        storage_options = self._storage_options_for(path)
+        with api.open(path, storage_options=storage_options) as checkpoint:
+            if checkpoint.info.format != OWN_FORMAT:
+                self._load_state_of_torchtitan(path, checkpoint.objects)
+                return
+            stored = {name.split(".")[1] for name in checkpoint if name.startswith("extra_state.")}
+            stored |= set(checkpoint.objects.get("extra_state", ()))
         left_out = set(self.config.exclude_from_loading)
         state = self._state()
         for name in left_out & set(_ENTRIES):
             state.pop(_ENTRIES[name], None)
         state["extra_state"] = {name: each for name, each in state["extra_state"].items() if name not in left_out}
-        storage_options = self._storage_options_for(path)
-        with api.open(path, storage_options=storage_options) as checkpoint:
-            stored = {name.split(".")[1] for name in checkpoint if name.startswith("extra_state.")}
-            stored |= set(checkpoint.objects.get("extra_state", ()))
         excluded = [_glob_of(name, others=state["extra_state"]) for name in sorted(stored - set(state["extra_state"]))]
         report = api.load(
             path,
@@ -264,6 +269,22 @@ class BcpCheckpointManager(BaseCheckpointManager):
             options=self.config.load_options,
         )
         _restore_at_first_forward(self._model_parts, report.restore_rng)
+
+    def _load_state_of_torchtitan(self, path: str, stored: Mapping[str, Any]) -> None:
+        """Loads a checkpoint of torchtitan's own manager: it has the names of torchtitan, and no random numbers."""
+        held = {**self.states, "dataloader": self._dataloader}
+        held |= {name: self._entries[entry] for name, entry in _ENTRIES.items() if name != "dataloader"}
+        left_out = {"model", *self.config.exclude_from_loading}
+        state = {name: each for name, each in held.items() if each is not None and name not in left_out}
+        # A state that holds nothing, as a loader that is None, is a single value.
+        excluded = [glob.escape(name) + ".*" * bool(stored[name]) for name in sorted(set(stored) - set(state))]
+        api.load(
+            path,
+            {"model": self._model_parts, **state},
+            exclude=excluded or None,
+            storage_options=self._storage_options_for(path),
+            options=self.config.load_options,
+        )
 
     def _load_weights(self, path: str, weights: Any) -> None:
         storage_options = self._storage_options_for(path)

@@ -213,6 +213,13 @@ def choose_folders(rank: int, world_size: int, folder: str) -> None:
         pytest.raises(bcp.CheckpointNotFoundError, match="there is no latest_checkpointed_iteration"),
     ):
         load(built.chunks, built.optimizer, None)
+    with training(folder) as (_, built, _, load):
+        dist.barrier()
+        if rank == 0:
+            Path(folder, TRACKER).write_text("")
+        dist.barrier()
+        with pytest.raises(bcp.CheckpointNotFoundError, match="write the iteration, as 100 for iter_0000100, of a"):
+            load(built.chunks, built.optimizer, None)
     with (
         training(folder, ckpt_step=9) as (_, built, _, load),
         pytest.raises(bcp.CheckpointNotFoundError, match="committed are: iter_0000010, release"),

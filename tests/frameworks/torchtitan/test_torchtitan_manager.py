@@ -386,6 +386,27 @@ def test_weights_of_torchtitans_own_manager_load(tmp_path: Path) -> None:
     ours.manager.close()
 
 
+@pytest.mark.parametrize("left_out", [[], ["optimizer", "mine"]], ids=str)
+def test_everything_of_torchtitans_own_manager_loads(tmp_path: Path, left_out: list[str]) -> None:
+    theirs = Run(tmp_path, manager=CheckpointManager, keep_latest_k=0)
+    theirs.step()
+    theirs.step()
+    theirs.manager.close()
+    initial = {"initial_load_path": str(tmp_path / "checkpoint/step-2"), "initial_load_model_only": False}
+    ours = Run(tmp_path / "ours", seed=1, exclude_from_loading=left_out, **initial)
+    assert ours.manager.load()
+    assert same(ours.weights(), theirs.weights())
+    assert (ours.trained.value, ours.schedulers.schedulers[0].last_epoch) == (2, 2)
+    assert ours.user.value == (0 if left_out else 20)
+    saved, loaded = (
+        [run.optimizers.optimizers[0].state.get(parameter, {}) for parameter in run.model.parameters()]
+        for run in (theirs, ours)
+    )
+    assert all(torch.equal(old[key], new[key]) for old, new in zip(saved, loaded, strict=True) for key in new)
+    assert {len(new) for new in loaded} == {0 if left_out else 3}
+    ours.manager.close()
+
+
 def test_load_only_saves_nothing(run: Run, tmp_path: Path) -> None:
     run.step()
     run.manager.close()
