@@ -318,6 +318,6 @@ def remove_all(root: str, names: Sequence[str]) -> list[str]:
 
 
 def _cannot_use(root: str, error: OSError) -> CheckpointError:
-    refused = write_error(error, root, reason=describe(error), needed_bytes=0, free_bytes=None)
+    refused = write_error(error, root, reason=describe(error), needed_bytes=0, free_bytes=None, may_be_done=False)
     message = f"the local stage cannot be used: {refused.message}; set SaveOptions.local_stage to a folder of a disk "
     return type(refused)(f"{message}of this host that this process may write to", kind=refused.kind, path=root)

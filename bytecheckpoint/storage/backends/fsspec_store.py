@@ -120,20 +120,21 @@ class FsspecStore:
         if is_taken:
             self.check_replaceable()
 
-        def to_error(error: BaseException, path: str, *, reason: str) -> CheckpointError:
-            # The name was free before, so the object there now is another writer's.
-            if isinstance(error, FileExistsError) or (not replace and self._is_taken(upload)):
+        def to_error(error: BaseException, path: str, *, reason: str, may_be_done: bool) -> CheckpointError:
+            # The name was free before, so an object there now that is not the one sent is another writer's.
+            if isinstance(error, FileExistsError) or (not replace and self._has_sent(upload) is False):
                 return already_exists(path)
-            return write_error(error, path, reason=reason, needed_bytes=upload.num_bytes, free_bytes=None)
+            needed = upload.num_bytes
+            return write_error(
+                error, path, reason=reason, needed_bytes=needed, free_bytes=None, may_be_done=may_be_done
+            )
 
         def is_done() -> bool:
-            """Returns True if a failed last step succeeded and only its answer was lost."""
-            with suppress(CheckpointError), self._translated(shown, read_error):
-                return upload.is_at(self._fs)
-            return False
+            return any(self._has_sent(upload) for _ in range(2))  # the answer to a look may be lost too
 
         def backend(*, may_be_done: bool = False) -> AbstractContextManager[None]:
-            return self._translated(shown, to_error, is_done=is_done if may_be_done else None)
+            failed = partial(to_error, may_be_done=may_be_done)
+            return self._translated(shown, failed, is_done=is_done if may_be_done else None)
 
         send(self._fs, upload, blocks, backend)
 
@@ -334,11 +335,11 @@ class FsspecStore:
         except FileNotFoundError:
             return False
 
-    def _is_taken(self, upload: FsspecUpload) -> bool:
-        """Returns True if another object than the one to be written is there. Its own may be, with the answer lost."""
+    def _has_sent(self, upload: FsspecUpload) -> bool | None:
+        """Returns True if the object stands there as it was sent, False if another does, None if that is unknown."""
         with suppress(CheckpointError), self._translated(self._shown, read_error):
-            return self._has_object(upload.path) and not upload.is_at(self._fs)
-        return False
+            return bool(self._info(upload.path)) and upload.is_at(self._fs)
+        return None
 
     def _range_error(self, path: str, wanted_end: int) -> _ToError:
         def to_error(error: BaseException, shown: str, *, reason: str) -> CheckpointError:

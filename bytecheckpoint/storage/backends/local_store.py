@@ -331,12 +331,9 @@ class _WriteErrors:
         if isinstance(error, FileExistsError):
             raise already_exists(self._path) from error
         if isinstance(error, OSError):
+            reason, free = _reason(error, self._path), self._free_bytes
             raise write_error(
-                error,
-                self._path,
-                reason=_reason(error, self._path),
-                needed_bytes=self.num_bytes,
-                free_bytes=self._free_bytes,
+                error, self._path, reason=reason, needed_bytes=self.num_bytes, free_bytes=free, may_be_done=False
             ) from error
 
 

@@ -29,11 +29,12 @@ def describe(error: BaseException) -> str:
 
 
 def write_error(
-    error: BaseException, path: str, *, reason: str, needed_bytes: int, free_bytes: int | None
+    error: BaseException, path: str, *, reason: str, needed_bytes: int, free_bytes: int | None, may_be_done: bool
 ) -> CheckpointError:
     """Makes the error for a failed write: CheckpointSaveError (no_space, storage) or StorageError.
 
-    `free_bytes` is the free space before the write, or None if unknown.
+    `free_bytes` is the free space before the write, or None if unknown. `may_be_done`: it may have been carried out,
+    with the answer lost.
     """
     number = error.errno if isinstance(error, OSError) else None
     if number in _NO_SPACE:
@@ -45,8 +46,9 @@ def write_error(
             path=path,
         )
     refused = _refused(error, path, doing="write", reason=reason)
+    published = "it may have been published all the same" if may_be_done else "nothing was published under this name"
     return refused or CheckpointSaveError(
-        f"cannot write {path}: {reason}; nothing was published under this name: check the storage, then save again",
+        f"cannot write {path}: {reason}; {published}: check the storage, then save again",
         kind="storage",
         path=path,
     )
