@@ -22,6 +22,7 @@ from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
+    StorageError,
     UnsafeCheckpointError,
 )
 from bytecheckpoint.storage import layout
@@ -89,7 +90,7 @@ def refuse_weights_only(found: ChosenCheckpoint) -> None:
 
 def is_committed(path: str, storage_options: Mapping[str, Any] | None) -> bool:
     """Returns True if a checkpoint of this library is committed at the path."""
-    if is_plain_path(path) and not os.path.isdir(path):  # noqa: PTH112
+    if is_plain_path(path) and os.path.isfile(path):  # noqa: PTH113 - one of Lightning's own
         return False
     store = open_store(path, storage_options=storage_options, writer_threads=1)
     return layout.has_manifest(store.list(""))
@@ -140,20 +141,23 @@ def chosen_by_lightning(trainer: Trainer) -> bool:
 def lasting_paths(
     trainer: Trainer, callbacks: Mapping[str, Any], path: str, storage_options: Mapping[str, Any] | None
 ) -> list[str]:
-    """Returns those paths that can be opened now, sorted, of the paths in the states of callbacks and the path that was
-    loaded. Called on rank 0.
+    """Returns the paths in the states of callbacks and the path that was loaded, sorted, without those at which there
+    is no checkpoint. Called on rank 0. A path whose storage does not answer is among them, with a warning.
     """
     held = {path}
     for callback in _model_checkpoints(trainer):
         state = callbacks.get(callback.state_key, {})
         named = [state.get(name) for name in ("best_model_path", "kth_best_model_path", "last_model_path")]
         held.update(map(str, filter(None, [*named, *state.get("best_k_models", {})])))
-    return [each for each in sorted(held) if _opens(each, storage_options)]
+    return [each for each in sorted(held) if _may_open(each, storage_options)]
 
 
-def _opens(path: str, storage_options: Mapping[str, Any] | None) -> bool:
+def _may_open(path: str, storage_options: Mapping[str, Any] | None) -> bool:
     try:
         return is_committed(path, storage_options) or _is_lightnings(path)
+    except StorageError as error:  # it may be there: dropped, it would be neither the best nor ever removed
+        logger.warning("the callbacks keep %s, which may be gone: %s", showable_url(path), error.message)
+        return True
     except CheckpointError:
         return False
 

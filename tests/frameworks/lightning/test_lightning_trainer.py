@@ -286,6 +286,28 @@ def test_after_a_resume_callbacks_hold_no_path_that_is_gone(tmp_path: Path) -> N
     assert again.best_model_score == again.best_k_models[left]
 
 
+@pytest.mark.parametrize("is_local", [True, False])
+def test_after_a_resume_callbacks_hold_the_paths_whose_storage_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_local: bool
+) -> None:
+    folder = tmp_path if is_local else f"memory:/{tmp_path}"
+    saves, again = (ModelCheckpoint(folder, monitor="val_loss", save_top_k=2) for _ in range(2))
+    _, trainer = fit(tmp_path, [saves], validates=True, max_steps=40)
+    trainer.save_checkpoint(tmp_path / "kept" / "x.ckpt")
+    if is_local:
+        shutil.rmtree(saves.best_model_path)
+        Path(saves.best_model_path).symlink_to(saves.best_model_path)  # the system refuses to follow it
+
+    def list_nothing(*_: Any) -> Any:
+        raise bcp.StorageError("too many requests", kind="unavailable")
+
+    monkeypatch.setattr(FsspecStore, "list", list_nothing)
+    fit(tmp_path, [again], validates=True, max_steps=40, ckpt_path=tmp_path / "kept" / "x.ckpt")
+    assert again.best_k_models == saves.best_k_models
+    assert again.best_model_path == saves.best_model_path
+    assert f"the callbacks keep {saves.best_model_path}, which may be gone: " in caplog.text
+
+
 def test_a_test_loads_the_module_alone(tmp_path: Path) -> None:
     saves = ModelCheckpoint(tmp_path, monitor="val_loss")
     _, trainer = fit(tmp_path, [saves], validates=True, max_steps=40)
