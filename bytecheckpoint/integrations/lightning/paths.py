@@ -217,15 +217,16 @@ def take_place(trainer: Trainer, path: str, storage_options: Mapping[str, Any] |
 
 
 def _placeholder(trainer: Trainer, url: str, storage_options: Mapping[str, Any] | None) -> str:
-    """Creates an object below the URL, because object stores have no empty folders, and returns its name; an empty text
-    if it cannot be created: the save raises that. If a killed job leaves it, it is garbage.
+    """Creates an object below the URL, because object stores have no empty folders, and returns its name; an empty
+    text, with a warning, if it cannot be created. If a killed job leaves it, it is garbage.
     """
     name = temporary_name("placeholder")
     for callback in _model_checkpoints(trainer):
         callback._fs.invalidate_cache()  # listings from before, in which the callback looks for the path
     try:
         open_store(url, storage_options=storage_options, writer_threads=1).write(name, one_block(b"\n"), replace=False)
-    except CheckpointError:
+    except CheckpointError as error:  # a save that comes through nevertheless is not to fail for it
+        logger.warning("another callback may take the path %s as well: %s", showable_url(url), error.message)
         return ""
     return name
 

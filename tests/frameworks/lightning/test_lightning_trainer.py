@@ -196,6 +196,23 @@ def test_callbacks_keep_all_that_they_save_with_one_name_at_a_url_that_they_have
     assert sorted(committed(tmp_path).values()) == [2, 4, 6, 8]
 
 
+def test_a_save_whose_path_cannot_be_taken_beforehand_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = FsspecStore.write
+
+    def refuse_placeholders(store: Any, name: str, *given: Any, **named: Any) -> None:
+        if name.endswith("placeholder"):
+            raise bcp.StorageError("too many requests", kind="unavailable")
+        write(store, name, *given, **named)
+
+    monkeypatch.setattr(FsspecStore, "write", refuse_placeholders)
+    saves = ModelCheckpoint(f"memory:/{tmp_path}", every_n_train_steps=3)
+    fit(tmp_path, [saves], max_steps=3)
+    assert bcp.open(saves.best_model_path).metadata["global_step"] == 3
+    assert f"another callback may take the path {saves.best_model_path} as well: too many requests" in caplog.text
+
+
 class Listed(LocalFileSystem):
     """A storage that looks for paths in its listings and keeps them, as s3fs does."""
 
