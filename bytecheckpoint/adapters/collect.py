@@ -135,6 +135,12 @@ def data_loaders_in(state: Mapping[str, Any]) -> dict[str, DataLoaderState]:
     return {each.fqn: each.value for each in _walk_state(state) if each.kind == "data"}
 
 
+def optimizers_in(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
+    """Returns torch's optimizers in a state. Raises CheckpointSaveError (unsupported_value) as a save does."""
+    found = (one for each in _walk_state(state) if each.kind == "optimizers" for one in each.found)
+    return [one for one in found if isinstance(one, torch.optim.Optimizer)]
+
+
 _Content = tuple[Any, _Kind] | list[tuple[Any, Any, Any]] | None
 """A value of one of _KINDS (the result of its predicate, and its kind); a container with such values in it (key, value
 and content of each item); or None for tensors and plain data."""

@@ -141,8 +141,8 @@ def inexact_reason(source: Any) -> str | None:
         )
     if any(map(_shuffles_without_a_seed, examples)):
         return (
-            "datasets' .shuffle without a seed draws another order in each process. Pass it the same seed, below 2^64, "
-            "in every run"
+            "datasets' .shuffle without a seed draws another order in each process, and a seed of 2^64 or more cannot "
+            "be told from none. Pass it the same seed, below 2^64, in every run"
         )
     if any(map(_counts_rows_ahead, examples)):
         return (
@@ -171,7 +171,7 @@ def _shuffles_in_a_buffer(examples: Any) -> bool:
 
 
 def _shuffles_without_a_seed(examples: Any) -> bool:
-    # Without a seed numpy draws one of 128 bits.
+    # Without a seed numpy draws one of 128 bits, and keeps no record that it did.
     generator = getattr(getattr(examples, "generator", None), "bit_generator", None)
     entropy = getattr(getattr(generator, "seed_seq", None), "entropy", None)
     is_shuffle = type(examples).__name__ == "BufferShuffledExamplesIterable"

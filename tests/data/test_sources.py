@@ -112,7 +112,9 @@ def test_a_shuffle_of_shards_alone_is_told_where_its_state_skips_a_sample(
     assert why in str(inexact_reason(type("IterableDataset", (Records,), members)([])))
 
 
-@pytest.mark.parametrize(("seed", "why"), [(None, "without a seed"), (3, "None"), ([3, 1], "None")])
+@pytest.mark.parametrize(
+    ("seed", "why"), [(None, "without a seed"), (1 << 64, "be told from none"), (3, "None"), ([3, 1], "None")]
+)
 def test_a_shuffle_of_shards_without_a_seed_is_told(monkeypatch: pytest.MonkeyPatch, seed: Any, why: str) -> None:
     module = ModuleType("datasets.iterable_dataset")
     monkeypatch.setattr(module, "InterleavedShardsExamplesIterable", object, raising=False)

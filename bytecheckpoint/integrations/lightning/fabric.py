@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from bytecheckpoint import api
+from bytecheckpoint.adapters.collect import optimizers_in
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.lightning.model_state import module_or_part
 from bytecheckpoint.integrations.lightning.saves import SaveInFlight, refuse_deepspeed
@@ -63,7 +64,7 @@ class BcpFabricMixin(Strategy):
         self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
         parts = {name: _filtered(name, value, (filter or {}).get(name)) for name, value in state.items()}
         taken = {name: value for name, value in state.items() if parts[name] is not value}
-        with parameters_named(taken, [value for value in state.values() if isinstance(value, Optimizer)]):
+        with parameters_named(taken, optimizers_in(state) if taken else ()):
             handle = api.save(
                 path,
                 parts,

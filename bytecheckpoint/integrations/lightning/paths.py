@@ -22,6 +22,7 @@ from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
+    StorageError,
     UnsafeCheckpointError,
 )
 from bytecheckpoint.storage import layout
@@ -89,7 +90,7 @@ def refuse_weights_only(found: ChosenCheckpoint) -> None:
 
 def is_committed(path: str, storage_options: Mapping[str, Any] | None) -> bool:
     """Returns True if a checkpoint of this library is committed at the path."""
-    if is_plain_path(path) and not os.path.isdir(path):  # noqa: PTH112
+    if is_plain_path(path) and os.path.isfile(path):  # noqa: PTH113 - one of Lightning's own
         return False
     store = open_store(path, storage_options=storage_options, writer_threads=1)
     return layout.has_manifest(store.list(""))
@@ -140,20 +141,23 @@ def chosen_by_lightning(trainer: Trainer) -> bool:
 def lasting_paths(
     trainer: Trainer, callbacks: Mapping[str, Any], path: str, storage_options: Mapping[str, Any] | None
 ) -> list[str]:
-    """Returns those paths that can be opened now, sorted, of the paths in the states of callbacks and the path that was
-    loaded. Called on rank 0.
+    """Returns the paths in the states of callbacks and the path that was loaded, sorted, without those at which there
+    is no checkpoint. Called on rank 0. A path whose storage does not answer is among them, with a warning.
     """
     held = {path}
     for callback in _model_checkpoints(trainer):
         state = callbacks.get(callback.state_key, {})
         named = [state.get(name) for name in ("best_model_path", "kth_best_model_path", "last_model_path")]
         held.update(map(str, filter(None, [*named, *state.get("best_k_models", {})])))
-    return [each for each in sorted(held) if _opens(each, storage_options)]
+    return [each for each in sorted(held) if _may_open(each, storage_options)]
 
 
-def _opens(path: str, storage_options: Mapping[str, Any] | None) -> bool:
+def _may_open(path: str, storage_options: Mapping[str, Any] | None) -> bool:
     try:
         return is_committed(path, storage_options) or _is_lightnings(path)
+    except StorageError as error:  # it may be there: dropped, it would be neither the best nor ever removed
+        logger.warning("the callbacks keep %s, which may be gone: %s", showable_url(path), error.message)
+        return True
     except CheckpointError:
         return False
 
@@ -213,15 +217,16 @@ def take_place(trainer: Trainer, path: str, storage_options: Mapping[str, Any] |
 
 
 def _placeholder(trainer: Trainer, url: str, storage_options: Mapping[str, Any] | None) -> str:
-    """Creates an object below the URL, because object stores have no empty folders, and returns its name; an empty text
-    if it cannot be created: the save raises that. If a killed job leaves it, it is garbage.
+    """Creates an object below the URL, because object stores have no empty folders, and returns its name; an empty
+    text, with a warning, if it cannot be created. If a killed job leaves it, it is garbage.
     """
     name = temporary_name("placeholder")
     for callback in _model_checkpoints(trainer):
         callback._fs.invalidate_cache()  # listings from before, in which the callback looks for the path
     try:
         open_store(url, storage_options=storage_options, writer_threads=1).write(name, one_block(b"\n"), replace=False)
-    except CheckpointError:
+    except CheckpointError as error:  # a save that comes through nevertheless is not to fail for it
+        logger.warning("another callback may take the path %s as well: %s", showable_url(url), error.message)
         return ""
     return name
 

@@ -31,4 +31,4 @@ def parameters_named(modules: Mapping[str, Any], optimizers: Iterable[Optimizer]
         yield
     finally:
         for group in groups:  # else torch refuses a group without names that the program adds later
-            del group["param_names"]
+            group.pop("param_names", None)  # the group of an optimizer that stands twice in the state is here twice

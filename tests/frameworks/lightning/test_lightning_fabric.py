@@ -113,6 +113,17 @@ def test_an_optimizer_may_have_parameters_that_a_filter_leaves_out(tmp_path: Pat
         assert torch.equal(stored["exp_avg"], loaded["exp_avg"])
 
 
+def test_a_filter_lets_optimizers_stand_anywhere_in_the_state(tmp_path: Path) -> None:
+    fabric, state = started(2)
+    train(fabric, state, 1)
+    model, optimizer = state["model"], state["optimizer"]
+    state = {"model": model, "all": [optimizer], "phase": {"first": optimizer}, "again": optimizer}
+    fabric.save(tmp_path / "x", state, filter={"model": lambda name, _: "bias" not in name})
+    found = _settled(fabric, tmp_path / "x")
+    assert {f"{fqn}.state.0.bias.exp_avg" for fqn in ("all", "phase.first", "again")} <= set(found)
+    assert "param_names" not in optimizer.param_groups[0]
+
+
 class Quantized(nn.Linear):
     """A layer with extra state, as quantized and float8 layers have."""
 

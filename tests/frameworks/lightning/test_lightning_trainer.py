@@ -196,6 +196,23 @@ def test_callbacks_keep_all_that_they_save_with_one_name_at_a_url_that_they_have
     assert sorted(committed(tmp_path).values()) == [2, 4, 6, 8]
 
 
+def test_a_save_whose_path_cannot_be_taken_beforehand_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = FsspecStore.write
+
+    def refuse_placeholders(store: Any, name: str, *given: Any, **named: Any) -> None:
+        if name.endswith("placeholder"):
+            raise bcp.StorageError("too many requests", kind="unavailable")
+        write(store, name, *given, **named)
+
+    monkeypatch.setattr(FsspecStore, "write", refuse_placeholders)
+    saves = ModelCheckpoint(f"memory:/{tmp_path}", every_n_train_steps=3)
+    fit(tmp_path, [saves], max_steps=3)
+    assert bcp.open(saves.best_model_path).metadata["global_step"] == 3
+    assert f"another callback may take the path {saves.best_model_path} as well: too many requests" in caplog.text
+
+
 class Listed(LocalFileSystem):
     """A storage that looks for paths in its listings and keeps them, as s3fs does."""
 
@@ -284,6 +301,28 @@ def test_after_a_resume_callbacks_hold_no_path_that_is_gone(tmp_path: Path) -> N
     assert again.best_k_models.keys() == {left}
     assert again.best_model_path == left
     assert again.best_model_score == again.best_k_models[left]
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_after_a_resume_callbacks_hold_the_paths_whose_storage_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_local: bool
+) -> None:
+    folder = tmp_path if is_local else f"memory:/{tmp_path}"
+    saves, again = (ModelCheckpoint(folder, monitor="val_loss", save_top_k=2) for _ in range(2))
+    _, trainer = fit(tmp_path, [saves], validates=True, max_steps=40)
+    trainer.save_checkpoint(tmp_path / "kept" / "x.ckpt")
+    if is_local:
+        shutil.rmtree(saves.best_model_path)
+        Path(saves.best_model_path).symlink_to(saves.best_model_path)  # the system refuses to follow it
+
+    def list_nothing(*_: Any) -> Any:
+        raise bcp.StorageError("too many requests", kind="unavailable")
+
+    monkeypatch.setattr(FsspecStore, "list", list_nothing)
+    fit(tmp_path, [again], validates=True, max_steps=40, ckpt_path=tmp_path / "kept" / "x.ckpt")
+    assert again.best_k_models == saves.best_k_models
+    assert again.best_model_path == saves.best_model_path
+    assert f"the callbacks keep {saves.best_model_path}, which may be gone: " in caplog.text
 
 
 def test_a_test_loads_the_module_alone(tmp_path: Path) -> None:
