@@ -8,7 +8,7 @@ creates new ones, on the device of the object's tensor, or on the host if it has
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import NoneType
 from typing import Any, Protocol
 
@@ -166,7 +166,13 @@ def add_metadata(state: Any, show: Callable[[], Any]) -> None:
 
 
 def _holds_ordered(state: Any) -> bool:
-    return isinstance(state, OrderedDict) or (isinstance(state, dict) and any(map(_holds_ordered, state.values())))
+    return isinstance(state, OrderedDict) or any(map(_holds_ordered, _items_in(state)))
+
+
+def _items_in(state: Any) -> Iterable[Any]:
+    if isinstance(state, dict):
+        return state.values()
+    return state if isinstance(state, list | tuple) else ()
 
 
 def _copy_metadata(shown: Any, state: Any) -> None:
@@ -175,6 +181,9 @@ def _copy_metadata(shown: Any, state: Any) -> None:
     if isinstance(state, dict) and isinstance(shown, dict):
         for key in state.keys() & shown.keys():
             _copy_metadata(shown[key], state[key])
+    elif isinstance(state, list | tuple) and isinstance(shown, list | tuple):
+        for own, item in zip(shown, state, strict=False):
+            _copy_metadata(own, item)
 
 
 def _is_of_torch(value: object) -> bool:

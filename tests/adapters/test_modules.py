@@ -236,6 +236,27 @@ def test_data_in_a_state_dict_that_is_no_tensor_is_saved_and_given_back(tmp_path
     assert weight.tolist() == [7.0, 7.0]
 
 
+class Scaled(nn.Module):
+    """Resets its scale when it loads the state of its first version, as torch's observers do."""
+
+    _version = 2
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([scale]))
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}scale"] = torch.tensor([1.0])
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def test_modules_beside_such_data_do_not_take_their_state_for_one_of_an_old_version(tmp_path: Path) -> None:
+    target = nn.Sequential(Scaled(5.0), Counting(0))
+    round_trip(tmp_path, nn.Sequential(Scaled(3.0), Counting(1)), target)
+    assert (target[0].scale.tolist(), target[1].count) == ([3.0], 1)
+
+
 def test_data_in_a_state_dict_that_is_missing_is_named_and_that_is_left_out_stays(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"model": nn.ModuleList([Counting(5), nn.ReLU()])})
     with pytest.raises(bcp.CheckpointMismatchError, match=r"missing_key: model\.1\.count"):

@@ -316,19 +316,29 @@ def test_rank_local_over_a_list_with_a_state_dict_of_its_own(tmp_path: Path) -> 
 
 
 class Versioned(Counter):
-    """An object that loads a module's state_dict(), on top or in a dict, as replay buffers of TensorDicts do."""
+    """An object that loads a module's state_dict(), on top, in a dict or in a list, as replay buffers of
+    TensorDicts and averages of weights do.
+    """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.metadata = getattr(state_dict.get("storage", state_dict), "_metadata", None)
+        inside = state_dict.get("storage", state_dict)
+        self.metadata = getattr(inside[0] if isinstance(inside, list | tuple) else inside, "_metadata", None)
 
 
 @pytest.mark.parametrize("wrap", [lambda value: value, bcp.RankLocal], ids=["shared", "rank_local"])
-@pytest.mark.parametrize("is_inside", [False, True], ids=["on_top", "inside"])
-def test_a_state_dict_of_a_module_comes_back_with_versions(tmp_path: Path, wrap: Any, is_inside: bool) -> None:
-    own = torch.nn.BatchNorm1d(2).state_dict()
-    state: dict[str, Any] = {"storage": own, "count": 1} if is_inside else own
+@pytest.mark.parametrize(
+    "state_of",
+    [
+        lambda own: own,
+        lambda own: {"storage": own, "count": 1},
+        lambda own: {"storage": [own], "count": 1},
+        lambda own: {"storage": (own,), "count": 1},
+    ],
+    ids=["on_top", "in_dict", "in_list", "in_tuple"],
+)
+def test_a_state_dict_of_a_module_comes_back_with_versions(tmp_path: Path, wrap: Any, state_of: Any) -> None:
     target = Versioned()
-    target.state = state
+    target.state = state_of(torch.nn.BatchNorm1d(2).state_dict())
     bcp.save(tmp_path, {"object": wrap(target)})
     bcp.load(tmp_path, {"object": wrap(target)})
     assert target.metadata == {"": {"version": 2}}

@@ -119,6 +119,10 @@ class ModuleTree(NamedTuple):
         extra = [(f"{name}._extra_state" if name else "_extra_state", module) for name, module in found]
         return self._replace(is_walked_as_usual=True, is_saved_as_usual=True, extra_states=extra)
 
+    def versions(self) -> dict[str, dict[str, Any]]:
+        """Returns the `_metadata` of torch's state_dict(): the version of each module's state."""
+        return {name: {"version": module._version} for name, module in self.submodules}
+
     def reshard(self) -> None:
         """Puts sharded parameters back in their places: a forward pass without a backward one leaves them whole."""
         if not self.is_saved_as_usual:

@@ -7,6 +7,7 @@ stored once.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -223,7 +224,10 @@ class ModuleEntry:
                 part.tree.module.get_submodule(name.rpartition(".")[0]).set_extra_state(new_values.pop(name))
             if new_values:
                 # A module that takes data of its own back looks for all of it, also for what was not loaded.
-                part.tree.module.load_state_dict(own | new_values, strict=False)
+                state = OrderedDict(own | new_values)
+                # Hazard: without versions, modules that are not in it migrate what the load has put in place.
+                state._metadata = part.tree.versions()  # type: ignore[attr-defined]
+                part.tree.module.load_state_dict(state, strict=False)
             elif part.flat is None:
                 self._run_load_hooks(part, checkpoint)
             if part.flat is not None:

@@ -153,7 +153,7 @@ def advice_for(value: Any) -> str:
         case np.ndarray() if type(value) is not np.ndarray:
             return "save the plain arrays that it is made of: they would come back as another type"
         case np.ndarray():
-            return f"its dtype is {value.dtype}: save what it holds as arrays of numbers, bool, text or bytes"
+            return f"save what it holds as arrays of numbers, bool, text or bytes: its dtype is {value.dtype}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return "save dataclasses.asdict(value), and make it anew from the dict that a load fills"
     return (
