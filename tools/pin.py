@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from typing import NamedTuple
 
@@ -45,8 +46,6 @@ Example:
 
 
 _MIN_AGE_H = garbage.MIN_AGE_S / 3600
-_DAMAGED = {"bad_manifest", "limits_exceeded"}
-"""Kinds of errors about a manifest that no release can read."""
 
 
 class CheckpointPlace(NamedTuple):
@@ -110,7 +109,7 @@ def _read_info(place: CheckpointPlace) -> tuple[CheckpointInfo | None, str]:
     try:
         return place.read_info(), ""
     except (CheckpointCorruptError, UnsafeCheckpointError) as error:
-        if error.kind not in _DAMAGED:
+        if error.kind not in garbage.DAMAGED:
             raise
         return None, error.message
 
@@ -137,9 +136,12 @@ def _delete_damaged(place: CheckpointPlace, problem: str, *, force: bool, as_jso
     screen = Screen()
     screen.line(f"deleted {place.path}, whose manifest was damaged: {size_text(num_bytes)}")
     for item in left:
-        dead = f"--save-id {item.save_id}" if item.save_id else "--older-than 0"
+        # Hazard: without an id only age tells them from what saves still write, in this folder and elsewhere.
+        when = "if no save writes there any more" if item.save_id else f"once they are {_MIN_AGE_H:.0f} h old"
+        dead = ["--save-id", item.save_id] if item.save_id else []
+        command = shlex.join(["bcp", "gc", str(store), *dead, "--delete"])
         what = f"{count_text(len(item.names), 'file')}, {size_text(item.num_bytes)}, not {_MIN_AGE_H:.0f} h old"
-        screen.line(f"  left: {what}: if no save writes there any more, `bcp gc {store} {dead} --delete` removes them")
+        screen.line(f"  left: {what}: {when}, `{command}` removes them")
 
 
 @click.command(epilog=_PIN_EXAMPLE)

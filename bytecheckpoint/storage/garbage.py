@@ -15,6 +15,7 @@ from itertools import compress
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointExistsError,
     CheckpointNotFoundError,
     StorageError,
     UnsafeCheckpointError,
@@ -30,6 +31,9 @@ from bytecheckpoint.storage.store import Store, delete_many
 MIN_AGE_S = 24 * 3600.0
 """A save with an object that changed within this time counts as alive. Far more than a save takes, and than the clocks
 of a storage's servers differ."""
+
+DAMAGED = {"bad_manifest", "limits_exceeded"}
+"""Kinds of errors about a manifest that no release can read."""
 
 _MAY_NOT_LIST = {"permission", "unsupported"}
 """Kinds of errors of a store that may list objects, but not unfinished uploads."""
@@ -210,10 +214,13 @@ def delete_damaged(store: Store, folder: str, *, now_s: float) -> tuple[list[Gar
     """Deletes a checkpoint whose manifest cannot be read: pin and leases, the manifest, then what dead saves have left
     in its folder. Nothing tells which files were its own, so those of a save that may still run stay.
 
-    Returns what was deleted, and what stays, for `bcp gc`. Raises what the store raises.
+    Returns what was deleted, and what stays, for `bcp gc`. Raises CheckpointExistsError (exists), and deletes nothing,
+    if the manifest can be read now, and what the store raises.
     """
+    names = [join_name(folder, name) for name in (PIN_NAME, *side_objects(store, folder))]
+    _refuse_replaced(store, folder)
     # Hazard: a later checkpoint at this place must not inherit the pin, and `bcp gc` does not find it.
-    delete_many(store, [join_name(folder, name) for name in (PIN_NAME, *side_objects(store, folder))])
+    delete_many(store, names)
     store.delete(join_name(folder, MANIFEST_NAME))
     found = [item for item in find_leftovers(store, folder).found if item.folder == folder]
     is_dead = [item.is_dead(now_s=now_s, min_age_s=MIN_AGE_S) for item in found]
@@ -221,6 +228,19 @@ def delete_damaged(store: Store, folder: str, *, now_s: float) -> tuple[list[Gar
     for item in deleted:
         remove(store, item)
     return deleted, [item for item in found if item not in deleted]
+
+
+def _refuse_replaced(store: Store, folder: str) -> None:
+    """Raises CheckpointExistsError if a save has committed a checkpoint where a damaged one was."""
+    try:
+        layout.read_manifest(store, folder)
+    except (CheckpointCorruptError, UnsafeCheckpointError) as error:
+        if error.kind not in DAMAGED:
+            raise
+    else:
+        path = join_name(str(store), folder)
+        what = f"{path} was damaged, and a save has committed it anew since; nothing was deleted: look at it first"
+        raise CheckpointExistsError(what, kind="exists", path=path)
 
 
 def sweep(store: Store, folder: str, save_id: str) -> None:

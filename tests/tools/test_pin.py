@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from bytecheckpoint.manifest import envelope
 from bytecheckpoint.storage import garbage, layout
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -191,6 +193,7 @@ def test_rm_deletes_one_whose_manifest_is_damaged(call, tmp_path) -> None:
 
 
 def test_rm_of_a_damaged_one_leaves_what_a_save_may_still_write(call, tmp_path) -> None:
+    tmp_path = tmp_path / "my run"
     save_id = damaged(tmp_path, 5)
     bcp.save(tmp_path, {"x": 1}, step=10)
     ended = call("rm", tmp_path / "step_00000005")
@@ -198,8 +201,35 @@ def test_rm_of_a_damaged_one_leaves_what_a_save_may_still_write(call, tmp_path) 
     assert bcp.steps(tmp_path) == [10]
     (command,) = re.findall(r"`bcp (gc .*)`", ended.out)
     assert save_id in command
-    assert call(*command.split()).code == 0
+    assert call(*shlex.split(command)).code == 0
     assert files_under(tmp_path / "step_00000005") == ["notes.txt"]
+
+
+def test_rm_of_a_damaged_one_advises_no_command_that_takes_what_other_saves_write(call, tmp_path) -> None:
+    damaged(tmp_path, 5)
+    bcp.save(tmp_path, {"x": 1}, step=10)
+    for step in (5, 15):
+        (tmp_path / layout.step_folder(step)).mkdir(exist_ok=True)
+        (tmp_path / layout.step_folder(step) / f"{TEMPORARY_PREFIX}{step:016}-manifest.bcp").write_bytes(b"1")
+    commands = re.findall(r"`bcp (gc .*)`", call("rm", tmp_path, "--step", 5).out)
+    assert len(commands) == 2
+    for command in commands:
+        assert call(*shlex.split(command)).code == 0
+    assert len(files_under(tmp_path / "step_00000015")) == 1
+
+
+def test_rm_of_a_damaged_one_spares_what_a_save_has_committed_there_meanwhile(call, tmp_path, monkeypatch) -> None:
+    def listed_late(*args) -> list[str]:
+        bcp.save(tmp_path, {"x": 2}, step=5, options=bcp.SaveOptions(overwrite=True))
+        return side_objects(*args)
+
+    side_objects = garbage.side_objects
+    damaged(tmp_path, 5, age_s=2 * garbage.MIN_AGE_S)
+    bcp.save(tmp_path, {"x": 1}, step=10)
+    monkeypatch.setattr(garbage, "side_objects", listed_late)
+    ended = call("rm", tmp_path, "--step", 5)
+    assert (ended.code, "nothing was deleted" in ended.err) == (2, True)
+    assert call("verify", tmp_path, "--step", 5).code == 0
 
 
 def test_json_of_rm_of_a_damaged_one(call, tmp_path) -> None:
