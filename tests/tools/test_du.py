@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fractions
+import json
 
 import pytest
 import torch
 from checkpoint_files import flip
+from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
 
@@ -123,6 +125,17 @@ def test_a_file_of_another_format(call, tmp_path, where) -> None:
     found = call("du", tmp_path / "w.pt" if where == "file" else tmp_path, "--json").json
     assert found["num_bytes"] == (tmp_path / "w.pt").stat().st_size
     assert found["entries"] == [{"name": "w", "num_bytes": 200, "tied_num_bytes": 0}]
+
+
+def test_what_is_left_of_a_folder_of_another_format_is_counted(call, tmp_path) -> None:
+    shards = {name: f"model-{number}-of-2.safetensors" for number, name in enumerate("ab", 1)}
+    for name, file in shards.items():
+        save_file({name: torch.ones(50)}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    (tmp_path / shards["b"]).unlink()
+    ended = call("du", tmp_path, "--json")
+    assert ended.code == 1
+    assert ended.json["num_bytes"] + ended.json["other_num_bytes"] == bytes_of(tmp_path)
 
 
 def test_the_table_has_the_largest_first_and_shares(call, saved_root) -> None:

@@ -70,7 +70,7 @@ def du(*, path: str, limit: int, access: AccessOptions, as_json: bool) -> int:
     data: files in its own folder that the checkpoint reads. other: its manifest, telemetry and marks, and what
     abandoned saves have left there; all files if the manifest is damaged. shared: files that a link reads and another
     checkpoint stores; they are counted there. tied: what further names of tied tensors would take. Only manifests are
-    read, and folders listed. Exit code 1 if a manifest is damaged.
+    read, and folders listed. Exit code 1 if a checkpoint is damaged.
     """
     store = open_store(path, storage_options=access.storage_options, writer_threads=1)
     spaces: list[CheckpointSpace] = []

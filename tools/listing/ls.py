@@ -58,7 +58,7 @@ def ls(
 
     ROOT may also be a folder of runs: checkpoints in folders of ROOT that are no checkpoints themselves are listed too,
     and none deeper. Folders of saves that did not finish, or are still being written, are listed as not committed. Only
-    manifests are read, and the small objects beside them. Exit code 1 if a manifest is damaged.
+    manifests are read, and the small objects beside them. Exit code 1 if a checkpoint is damaged.
     """
     if reverse and not sort:
         raise click.UsageError("--reverse is for --sort NAME")

@@ -43,7 +43,7 @@ def report(*, root: str, out: str, access: AccessOptions, as_json: bool) -> int:
     """Write one page about all checkpoints under ROOT: sizes, times, stalls, rates and metrics over the steps.
 
     ROOT may be a root of steps or a folder of runs; each run has a line of its own in the charts. Only manifests and
-    the small objects beside them are read. Exit code 1 if a manifest is damaged.
+    the small objects beside them are read. Exit code 1 if a checkpoint is damaged.
     """
     store = open_store(root, storage_options=access.storage_options, writer_threads=1)
     listed = [item for item in list_checkpoints(store).checkpoints if item.committed]

@@ -49,7 +49,8 @@ class CheckpointSpace:
     """Bytes of data files that it reads and that lie elsewhere: a link to another checkpoint."""
     other_num_bytes: int
     """Bytes of all other files in its folder and in those that saves and the manager make there: manifest, telemetry,
-    marks, leftovers of abandoned saves; data files too if the manifest cannot be read. 0 for another format."""
+    marks, leftovers of abandoned saves; data files too if the manifest cannot be read. For another format, 0, or what
+    is left of a folder that has lost files."""
     entries: Sequence[EntrySpace]
     """Empty if it is not committed, or the manifest cannot be read."""
     problem: str | None
@@ -84,7 +85,8 @@ def space_of(found: FoundCheckpoint, item: ListedCheckpoint) -> CheckpointSpace:
         file_bytes = item.num_bytes
     other_bytes, problem = 0, item.problem
     try:
-        other_bytes = max(_bytes_below(found.store, item.folder) - file_bytes, 0) if item.format == OWN_FORMAT else 0
+        if item.format == OWN_FORMAT or _is_damaged_folder(found.store, item):
+            other_bytes = max(_bytes_below(found.store, item.folder) - file_bytes, 0)
     except (StorageError, UnsafeCheckpointError) as error:
         if error.kind not in {"permission", "path_escape"}:
             raise
@@ -111,6 +113,14 @@ def _found(store: Store, item: ListedCheckpoint) -> FoundCheckpoint:
     if size is not None:
         return FoundCheckpoint(store, folder, find_file(store, folder, name, size))
     return FoundCheckpoint(store, item.folder, find_folder(store, item.folder, store.list(item.folder)))
+
+
+def _is_damaged_folder(store: Store, item: ListedCheckpoint) -> bool:
+    """Returns True for a folder of another format that cannot be read, False for such a file."""
+    if item.format == OWN_FORMAT or not item.problem:
+        return False
+    folder, _, name = item.folder.rpartition("/")
+    return not name or store.list(folder).get(name) is None
 
 
 def _bytes_below(store: Store, folder: str) -> int:

@@ -49,7 +49,7 @@ def watch(*, root: str, interval_s: float, once: bool, access: AccessOptions, as
     If the storage fails later, a warning says so and the command goes on.
 
     ROOT may be a root of steps, or a folder of such roots, and need not be there yet. Ends with Ctrl-C and exit code
-    130; with --once, prints what is there and ends with exit code 0, 1 if a manifest is damaged, 3 if there is none.
+    130; with --once, prints what is there and ends with exit code 0, 1 if a checkpoint is damaged, 3 if there is none.
     With --json, each checkpoint is one object in a line of its own; with --once, all are one object.
     """
     store = open_store(root, storage_options=access.storage_options, writer_threads=1)
