@@ -46,7 +46,7 @@ class Branch(msgspec.Struct, frozen=True):
     """By step, the save ids of the steps that training left behind when it went back to an earlier one."""
     starts: dict[str, BranchStart] = {}
     """The starts of this branch and of those before it, the newest last. A name begins with the prefix of the save ids
-    that follow. The record of a second root has those that its `abandoned` takes into account."""
+    that follow. The record of a second root has those of all runs that its `abandoned` takes into account."""
 
 
 def read_abandoned(store: Store) -> dict[int, str]:
@@ -144,7 +144,9 @@ def branch_of_copies(source: Branch, known: Branch, copies: Mapping[int, str], *
         return kept.get(step) != save_id and (is_newly_left or known.abandoned.get(step) == save_id)
 
     left = {step: save_id for step, save_id in copies.items() if is_left(step, save_id)}
-    return Branch({**source.abandoned, **left}, source.starts)
+    # Of other runs too: one that comes back would take its starts for new.
+    of_others = {name: start for name, start in known.starts.items() if name not in source.starts}
+    return Branch({**source.abandoned, **left}, dict([*of_others.items(), *source.starts.items()][-_MAX_STARTS:]))
 
 
 def write_branch(store: Store, branch: Branch) -> None:

@@ -268,6 +268,25 @@ def test_copies_of_another_run_are_not_of_a_branch_that_training_left(
     assert [value_of(tmp_path / "there", step) for step in (4, 5, 6)] == [4, 5, 6]
 
 
+def test_copies_are_not_taken_for_left_after_another_run_has_used_the_second_root(tmp_path: Path) -> None:
+    with manager_at(tmp_path) as manager:
+        save_steps(manager, 1, 2, 3)
+    with manager_at(tmp_path) as manager:
+        manager.restore(state_at(0))
+        save_steps(manager, 4, 5, 6)
+    (tmp_path / "here").rename(tmp_path / "other")
+    with manager_at(tmp_path) as manager:
+        save_steps(manager, 11)
+    (tmp_path / "here").rename(tmp_path / "another")
+    (tmp_path / "other").rename(tmp_path / "here")
+    with manager_at(tmp_path) as manager:
+        manager.restore(state_at(0))
+        save_steps(manager, 7)
+    for step in (6, 7, 11):
+        bcp.delete(tmp_path / "there", step=step)
+    assert go_on_there(tmp_path) == (5, 5)
+
+
 def test_a_step_that_another_program_deleted_before_its_copy_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
