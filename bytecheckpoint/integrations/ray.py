@@ -8,6 +8,8 @@ import logging
 import os
 import re
 import signal
+import weakref
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,9 @@ logger = logging.getLogger("bytecheckpoint")
 
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "abfs://", "hdfs": "hdfs://"}
 _SCHEME = re.compile(r"\A[a-z0-9+]+://")
+_REPORTED: MutableMapping[Any, set[str]] = weakref.WeakKeyDictionary()
+"""Ray's object for the storage of this worker -> the paths reported by it, and in this run before it began to report.
+Ray may have deleted some since."""
 
 
 def report(metrics: dict[str, Any], handle: SaveHandle | None = None, **report_arguments: Any) -> None:
@@ -42,12 +47,12 @@ def report(metrics: dict[str, Any], handle: SaveHandle | None = None, **report_a
     Args:
         metrics: As for `ray.train.report`.
         handle: What `bytecheckpoint.save` returned on this worker, for a path below `run_path()`; None for metrics
-            alone. Report each step once: when Ray deletes the older of two reports, it deletes the folder of both.
+            alone.
         report_arguments: Other arguments of `ray.train.report`, such as `validation`.
 
     Raises:
-        ValueError: The checkpoint is not below the folder of the run, where Ray could not find it again; or an argument
-            says how to upload it.
+        ValueError: The checkpoint is not below the folder of the run, where Ray could not find it again; its path was
+            reported in this run before, and Ray keeps that; or an argument says how to upload it.
     """
     if handle is None:
         ray.train.report(metrics, **report_arguments)
@@ -56,6 +61,7 @@ def report(metrics: dict[str, Any], handle: SaveHandle | None = None, **report_a
     if given:
         raise ValueError(f"nothing was reported: leave out {', '.join(given)}: the checkpoint is in its place already")
     found = _checkpoint_at(handle._progress.path)
+    _refuse_repeated(found)
 
     def wait_until_committed(_: ray.train.Checkpoint, _name: str) -> ray.train.Checkpoint:
         # Ray calls this in a thread, and again if it failed: waiting is the same each time, and needs no other rank.
@@ -175,3 +181,22 @@ def _checkpoint_at(path: str) -> ray.train.Checkpoint:
         )
     inside = in_storage.removeprefix(f"{root}/")
     return ray.train.Checkpoint(f"{storage.experiment_fs_path}/{inside}", storage.storage_filesystem)
+
+
+def _refuse_repeated(found: ray.train.Checkpoint) -> None:
+    """Raises ValueError if Ray keeps a checkpoint of this path: to delete that one would delete the folder of both."""
+    # Ray's own list lacks reports that are on their way, and asking for all of it would make each report wait.
+    known = _REPORTED.setdefault(ray.train.get_context().get_storage(), set())
+    if not known or found.path in known:
+        has_modes = hasattr(ray.train, "CheckpointConsistencyMode")  # not in Ray 2.51, which validates nothing
+        mode = {"consistency_mode": ray.train.CheckpointConsistencyMode.COMMITTED} if has_modes else {}
+        # Waits until Ray has received all earlier reports, which it does some time after their commits.
+        kept = {each.checkpoint.path for each in ray.train.get_all_reported_checkpoints(**mode)}
+        if found.path in kept:
+            raise ValueError(
+                f"{found.path} was reported in this run before, and when Ray deletes the older of two reports, it "
+                "deletes the folder of both; nothing was reported or deleted: save each step once, resume from "
+                "ray.train.get_checkpoint(), or save to another path, as below another RunConfig(name=...)"
+            )
+        known |= kept
+    known.add(found.path)

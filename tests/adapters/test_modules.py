@@ -335,6 +335,24 @@ def test_optimizer_state_of_what_a_hook_splits_loads_from_a_file_with_the_bare_n
     assert same_optimizer(optimizer, loaded)
 
 
+def test_optimizer_state_of_what_a_hook_splits_loads_into_a_wrapped_model(tmp_path: Path) -> None:
+    source, target = nn.Sequential(Fused(), nn.Linear(2, 2)), nn.Sequential(Fused(), nn.Linear(2, 2))
+    wrapped = nn.ModuleDict({"model": target})
+    optimizer, loaded = (torch.optim.AdamW(model.named_parameters()) for model in (source, wrapped))
+    for parameter in source.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    bcp.save(tmp_path / "saved", {"model": source, "optimizer": optimizer})
+
+    def put_below_model(name: str) -> str:
+        return name if name.startswith("optimizer.") else f"model.{name}"
+
+    bcp.load(tmp_path / "saved", {"model": wrapped, "optimizer": loaded}, key_map=put_below_model)
+    assert same_module(source, target)
+    for saved, parameter in zip(source.parameters(), target.parameters(), strict=True):
+        assert torch.equal(optimizer.state[saved]["exp_avg"], loaded.state[parameter]["exp_avg"])
+
+
 class Doubled(nn.Module):
     """Keeps what it derives from a parameter, and computes it again after load_state_dict()."""
 

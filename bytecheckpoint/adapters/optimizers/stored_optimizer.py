@@ -127,9 +127,9 @@ class StoredOptimizer:
         sources = [source] if source in self._checkpoint.saved else [join_fqn(MODEL_FQN, name), name]
         own = f"{self._fqn}." if self._fqn else ""
         renamed = [new for new in map(rename, sources) if new.removeprefix(own) not in sources]
-        # Hazard: a load that puts all names below the model puts one below it that is never stored, too.
-        if renamed and rename(name) != sources[0]:
-            return renamed
+        if renamed:
+            # Hazard: a load that puts all names below the model puts one below it that is never stored, too.
+            return [*renamed, sources[0]] if rename(name) == sources[0] else renamed
         prefix = f"{own}state."
         for key, (fqn, _) in self._tensors.get(name, {}).items():
             new = fqn[len(prefix) : -len(key) - 1]

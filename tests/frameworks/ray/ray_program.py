@@ -1,5 +1,6 @@
 """Runs examples/ray_train.py in a cluster of Ray's on this machine: undisturbed, with a worker that is killed, and with
-one that is sent SIGTERM, twice under one name. Then a run keeps the best by a metric. All processes are ended.
+one that is sent SIGTERM, twice under one name. Then a run keeps the best by a metric, and one reports a step twice. All
+processes are ended.
 """
 
 from __future__ import annotations
@@ -56,6 +57,30 @@ def run_scored(storage: Path) -> dict[str, Any]:
     return {"best": found.path, "newest": result.checkpoint.path}
 
 
+def save_first_step(config: dict[str, Any]) -> None:
+    for value in config["values"]:
+        options = bcp.SaveOptions(overwrite=True)
+        handle = bcp.save(run_path(), {"weight": torch.full((4,), value)}, step=0, async_save=True, options=options)
+        report({}, handle)
+
+
+def run_repeated(storage: Path, values: list[float]) -> tuple[str, float]:
+    """Runs a job that saves step 0 once for each value, and keeps one checkpoint. Returns its error and that value."""
+    run = RunConfig(name="repeated", storage_path=str(storage), checkpoint_config=CheckpointConfig(num_to_keep=1))
+    trainer = TorchTrainer(
+        save_first_step,
+        train_loop_config={"values": values},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=run,
+    )
+    message = ""
+    try:
+        trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        message = str(error)
+    return message, bcp.load_tree(storage / "repeated" / "step_00000000")["weight"][0].item()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--storage", type=Path, required=True)
@@ -80,6 +105,7 @@ def main() -> None:
             result = example.main(["--storage", str(arguments.storage), "--name", folder_of, *more])
             results[name] = {"checkpoint": result.checkpoint.path, "metrics": result.metrics}
         results["scored"] = run_scored(arguments.storage)
+        results["repeated"] = [run_repeated(arguments.storage, values) for values in ([1.0, 2.0], [3.0])]
         arguments.report.write_text(json.dumps(results))
     finally:
         begun = psutil.Process().children(recursive=True)

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run_ranks(PROGRAM, ["--storage", folder, "--report", folder / "report.json"], timeout_s=1500)
     results: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return results
+
+
+@pytest.mark.parametrize("again", [0, 1], ids=["in a run", "in a run begun anew"])
+def test_a_step_reported_twice_is_refused_and_not_deleted_by_ray(runs: dict[str, Any], again: int) -> None:
+    error, value = runs["repeated"][again]
+    assert "step_00000000 was reported in this run before" in error
+    assert value in ([1.0, 2.0], [2.0, 3.0])[again]  # the save went on beside the refusal
 
 
 def progress(run: dict[str, Any], name: str) -> list[Any]:
@@ -92,16 +100,31 @@ def test_the_checkpoint_loads_into_a_plain_model(runs: dict[str, Any]) -> None:
     assert torch.equal(model[0].weight, torch.as_tensor(saved["model.0.weight"]))
 
 
+@dataclass(eq=False)
+class Storage:
+    """Stands for Ray's object of this name."""
+
+    storage_filesystem: Any
+    experiment_fs_path: str
+
+
 class Reported:
     """Stands for the worker's side of Ray: its storage, and what was reported to it."""
 
     def __init__(self, root: Path) -> None:
         filesystem = pytest.importorskip("pyarrow.fs").LocalFileSystem()
-        self.storage = SimpleNamespace(storage_filesystem=filesystem, experiment_fs_path=str(root))
+        self.storage = Storage(filesystem, str(root))
         self.calls: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.kept: list[str] = []
+        """Paths that Ray has received and has not deleted."""
+        self.num_waits = 0
 
     def report(self, metrics: dict[str, Any], **arguments: Any) -> None:
         self.calls.append((metrics, arguments))
+
+    def all_kept(self, **_: Any) -> list[SimpleNamespace]:
+        self.num_waits += 1
+        return [SimpleNamespace(checkpoint=SimpleNamespace(path=path)) for path in self.kept]
 
     def upload(self) -> Callable[[], Any]:
         arguments = self.calls[-1][1]
@@ -113,6 +136,7 @@ def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reported:
     train = pytest.importorskip("ray.train")
     reported = Reported(tmp_path / "run")
     monkeypatch.setattr(train, "report", reported.report)
+    monkeypatch.setattr(train, "get_all_reported_checkpoints", reported.all_kept)
     context = SimpleNamespace(get_storage=lambda: reported.storage)
     monkeypatch.setattr(train, "get_context", lambda: context)
     return reported
@@ -156,6 +180,27 @@ def test_a_checkpoint_outside_of_the_run_is_refused(reported: Reported, tmp_path
     with pytest.raises(ValueError, match=r"elsewhere is not below .*run, .* save to .*run_path"):
         report({}, handle)
     assert reported.calls == []
+
+
+def test_a_path_is_refused_while_ray_keeps_an_older_report_of_it(reported: Reported) -> None:
+    from bytecheckpoint.integrations.ray import report, run_path
+
+    def report_step(step: int) -> None:
+        options = bcp.SaveOptions(overwrite=True)
+        report({}, bcp.save(run_path(), {"weight": torch.arange(3)}, step=step, options=options))
+
+    reported.kept = [f"{run_path()}/step_00000009"]  # of the same run, before this worker
+    for step in range(3):
+        report_step(step)
+    assert reported.num_waits == 1
+    with pytest.raises(ValueError, match=r"step_00000009 was reported in this run before.*nothing was reported"):
+        report_step(9)
+    reported.kept = [f"{run_path()}/step_00000002"]
+    report_step(9)
+    report_step(0)
+    with pytest.raises(ValueError, match="step_00000002 was reported"):
+        report_step(2)
+    assert len(reported.calls) == 5
 
 
 def test_arguments_about_the_upload_are_refused(reported: Reported) -> None:
