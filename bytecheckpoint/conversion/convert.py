@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bytecheckpoint.conversion.assemble import Elements
+from bytecheckpoint.conversion.choice import check_choice
 from bytecheckpoint.conversion.dcp import plan_dcp
 from bytecheckpoint.conversion.existing_target import (
     ExistingTarget,
@@ -178,6 +179,7 @@ def _link(request: ConvertRequest, ranks: Ranks, about: Subject) -> Converted:
         source_folder = join_name(str(source.store), source.folder)
         view = mapped_view(source, request.name_map, is_state=True, in_place=True)
         manifest, selection = link_manifest(view, request.selection, source=source_folder, target=place.path)
+        check_choice(view.manifest, request.selection, selection)
         num_bytes = 0
         if ranks.rank == COORDINATOR:
             find_existing(place, "bcp", overwrite=request.overwrite, beside=True)
@@ -216,6 +218,7 @@ def _plan(request: ConvertRequest, ranks: Ranks) -> _Plan:
     view = mapped_view(source, request.name_map, is_state=choice.to == "bcp", in_place=False)
     manifest = view.manifest
     selection = select(manifest, choice, view.names_of_map)
+    check_choice(manifest, choice, selection)
     selection = replace(
         selection,
         wanted=view.made_of_stored(selection.wanted),

@@ -13,7 +13,7 @@ import torch
 from bytecheckpoint.adapters.data.stream_wire import is_stream_tree
 from bytecheckpoint.adapters.key_map import Renamer
 from bytecheckpoint.adapters.optimizers.forms import flat_optimizer_state
-from bytecheckpoint.adapters.optimizers.stored_optimizer import BY_POSITION, is_optimizer_tree, split_state_path
+from bytecheckpoint.adapters.optimizers.stored_optimizer import BY_POSITION, is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.plain.plain_types import as_plain
@@ -48,7 +48,6 @@ class PlainData:
         """Values that `nested` has left out."""
         self._numbers = {tensor.fqn: number for number, tensor in enumerate(selection.wanted)}
         self._refuse_torn_optimizers()
-        self._refuse_torn_states()
 
     def objects(self) -> dict[str, bytes]:
         """Returns the encoded trees by FQN, as in a manifest."""
@@ -132,28 +131,6 @@ class PlainData:
                     f"rename gives {torn[0]!r:.200} another name, by which the optimizer {fqn!r} knows its parameters; "
                     "nothing was written: leave the optimizer out with exclude, or keep the names and rename when "
                     "loading, with key_map",
-                    kind="conflict",
-                )
-
-    def _refuse_torn_states(self) -> None:
-        """Raises CheckpointMismatchError (conflict) if an optimizer would have a part of the state of a parameter, with
-        which the next step would fail. An HF target has no optimizers.
-        """
-        takes_all = self._request.takes_all or self._request.to == "hf"
-        for fqn, tree in {} if takes_all else optimizers_in(self._selection.trees).items():
-            known = {name for group in tree["groups"].values() for name in group["params"]}
-            prefix = join_fqn(fqn, "state.")
-            tensors = [*self._manifest.tensors, *self._manifest.aliases]
-            of_state = [name for name in tensors if name.startswith(prefix)]
-            parameters = {name: split_state_path(name.removeprefix(prefix), known)[0] for name in of_state}
-            taken = {parameters[name] for name in of_state if name in self._selection.names} - {""}
-            left_out = (name for name in of_state if name not in self._selection.names)
-            torn = next((name for name in left_out if parameters[name] in taken), None)
-            if torn is not None:
-                raise CheckpointMismatchError(
-                    f"include and exclude leave out {torn!r:.200} and take other state of the same parameter, with "
-                    "which the next step of an optimizer would fail; nothing was written: choose all or nothing of a "
-                    "parameter's state",
                     kind="conflict",
                 )
 

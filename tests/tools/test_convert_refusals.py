@@ -266,17 +266,39 @@ def test_a_link_that_is_not_followed_is_told_for_step_none_too(call, tmp_path) -
     assert "is a link to" in ended.err
 
 
-@pytest.mark.parametrize("target", ["bcp", "torch", "dcp"])
-@pytest.mark.parametrize("choice", [("--exclude", "*.exp_avg"), ("--include", "model.*", "--include", "*.exp_avg_sq")])
-def test_a_part_of_a_parameters_optimizer_state_is_refused(call, tmp_path, target, choice) -> None:
+@pytest.fixture
+def stepped(tmp_path) -> Path:
+    """A checkpoint of a model and an optimizer that has stepped."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     bcp.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
-    ended = call("convert", tmp_path / "saved", tmp_path / "new", "--to", target, *choice)
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("target", ["bcp", "torch", "dcp"])
+@pytest.mark.parametrize("choice", [("--exclude", "*.exp_avg"), ("--include", "model.*", "--include", "*.exp_avg_sq")])
+def test_a_part_of_a_parameters_optimizer_state_is_refused(call, stepped, tmp_path, target, choice) -> None:
+    ended = call("convert", stepped, tmp_path / "new", "--to", target, *choice)
     assert ended.code != 0
     assert "choose all or nothing of a parameter's state" in ended.err
     assert not (tmp_path / "new").exists()
     whole = ("--exclude", "optimizer.state.weight.*")
-    assert call("convert", tmp_path / "saved", tmp_path / "new", "--to", target, *whole).code == 0
+    assert call("convert", stepped, tmp_path / "new", "--to", target, *whole).code == 0
+
+
+def test_a_comparison_with_an_export_takes_any_tensors(call, stepped, tmp_path) -> None:
+    assert call("convert", stepped, tmp_path / "new", "--to", "dcp").code == 0
+    ended = call("diff", stepped, tmp_path / "new", "--to", "dcp", "--exclude", "*.exp_avg", "--exclude", "nothing")
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize("options", [("--to", "bcp"), ("--to", "bcp", "--link"), ("--to", "torch")])
+@pytest.mark.parametrize("glob", ["optimizer", "*timizer"])
+def test_the_name_of_an_entry_takes_nothing_of_what_is_below_it(call, stepped, tmp_path, options, glob) -> None:
+    for choice in (("--exclude", glob), ("--include", "model.*", "--include", glob)):
+        ended = call("convert", stepped, tmp_path / "new", *options, *choice)
+        assert ended.code != 0
+        assert f"has names below 'optimizer': '{glob}.*' matches them; nothing was written" in ended.err
+        assert not (tmp_path / "new").exists()

@@ -307,6 +307,7 @@ def torn_states(
 ) -> list[TornState]:
     """Returns the first parameter of those that lie in one tensor of a group, if the load would tear the state of the
     tensor; else an empty list. An optimizer makes new state only where it has none: the load must not leave a part.
+    `group` has the hyperparameters as they are after the load.
     """
     kind, own = kind_of(optimizer), set(optimizer.state.get(parameter, ()))
     loaded = [names for names in contents if not stored.is_excluded(names)]
@@ -315,18 +316,21 @@ def torn_states(
     if taken and (kind is not None or not own):  # one of unknown kind with state has what it needs
         lacking = set().union(*map(stored.stored_keys, loaded)) - taken - own
     if kind is not None:
-        values = {**group, **_taken_flags(loaded, stored)}
-        off = {key for key, flag in kind.flags.items() if not values.get(flag)}
+        off = {key for key, flag in kind.flags.items() if not group.get(flag)}
         known = kind.needed | kind.others
         lacking = lacking & known - kind.made - off
         lacking |= (kind.flags.keys() - off - taken - own) if taken or own else set()
     return [TornState(contents[0].name, lacking)] if lacking else []
 
 
-def _taken_flags(parameters: Iterable[ParameterNames], stored: StoredOptimizer) -> dict[str, Any]:
-    """Returns the hyperparameters that the load gives the group of these parameters."""
-    groups = _saved_groups(parameters, stored)
-    return {key: value for group in groups for key, value in group.values.items() if stored.takes(group, key)}
+def after_load(
+    group: Mapping[str, Any], parameters: Iterable[ParameterNames], stored: StoredOptimizer
+) -> dict[str, Any]:
+    """Returns the hyperparameters that a group of these parameters has after the load."""
+    values = dict(group)
+    for saved in _saved_groups(parameters, stored):
+        values |= {key: value for key, value in saved.values.items() if stored.takes(saved, key)}
+    return values
 
 
 def torn_problem(fqn: str, kinds: Collection[str], torn: Sequence[TornState]) -> Problem:
@@ -335,7 +339,7 @@ def torn_problem(fqn: str, kinds: Collection[str], torn: Sequence[TornState]) ->
     text = (
         f"{fqn}: as include and exclude choose, the state of {shown} would lack {', '.join(sorted(torn[0].lacking))}, "
         f"without which the next step of {', '.join(sorted(kinds))} may fail. Choose all or nothing of a parameter's "
-        "state and its group, and set to zero after the load what is to begin anew; strict=False leaves the optimizer "
-        "as it is"
+        "state and its group, and set to zero after the load what is to begin anew; strict=False leaves the groups of "
+        "these parameters as they are"
     )
     return Problem("conflict", fqn, text)

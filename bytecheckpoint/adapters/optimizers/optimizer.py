@@ -29,6 +29,7 @@ from bytecheckpoint.adapters.optimizers.forms import OWN, Form
 from bytecheckpoint.adapters.optimizers.hyperparameters import (
     Clash,
     TornState,
+    after_load,
     agreed,
     by_first_parameter,
     clashes,
@@ -288,11 +289,14 @@ class OptimizerEntry:
             refused: set[int] = set()
             for group in self._groups():
                 optimizer, values, parameters = group
-                of_group = clashes(optimizer, values, self._optimized.names(parameters), stored)
+                names = self._optimized.names(parameters)
+                of_group = clashes(optimizer, values, names, stored)
                 torn_here: list[TornState] = []
-                for parameter in parameters if not (of_group or stored.takes_all) else ():
+                may_tear = not (of_group or stored.takes_all)
+                new_values = after_load(values, names, stored) if may_tear else {}
+                for parameter in parameters if may_tear else ():
                     contents = self._optimized.names([parameter])
-                    torn_here += torn_states(optimizer, values, parameter, contents, stored)
+                    torn_here += torn_states(optimizer, new_values, parameter, contents, stored)
                 clashing += of_group
                 torn += torn_here
                 refused.update([id(values)] if of_group or torn_here else [])

@@ -235,6 +235,19 @@ def test_a_moment_that_the_loaded_hyperparameters_do_without_may_be_left_out(tmp
         bcp.load(tmp_path / "plain", fresh("adamw_amsgrad"), exclude="optimizer.groups.*")
 
 
+def test_state_of_a_parameter_that_is_left_out_is_torn_by_the_hyperparameters_of_its_group(tmp_path: Path) -> None:
+    saved(tmp_path, "adamw_amsgrad")
+    state = fresh("adamw")
+    bcp.load(tmp_path, state, exclude="model.0.*")  # the next step makes all of its state
+    train(state["model"], [state["optimizer"]], 1)
+    trained = fresh("adamw")
+    train(trained["model"], [trained["optimizer"]], 1)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"state of 0\.weight, 0\.bias would lack max_exp_avg_sq"):
+        bcp.load(tmp_path, trained, exclude="model.0.*")
+    bcp.load(tmp_path, trained, exclude=["model.0.*", "*.values.amsgrad"])
+    train(trained["model"], [trained["optimizer"]], 1)
+
+
 class Decayed(torch.optim.Optimizer):
     """An optimizer that is not torch's, and makes its state once."""
 

@@ -1,0 +1,62 @@
+"""Refuses a conversion whose include and exclude do what nobody can mean: they name an entry and take nothing below it,
+or take a part of the state that an optimizer keeps for a parameter.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from bytecheckpoint.adapters.optimizers.stored_optimizer import split_state_path
+from bytecheckpoint.adapters.plain.manifest_trees import all_trees
+from bytecheckpoint.adapters.plain.plain_data import decode_plain
+from bytecheckpoint.adapters.plain.plain_tree import leaves
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.loading.select import Selection, SelectionRequest, optimizers_in
+from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.manifest.plain_wire import join_fqn
+
+
+def check_choice(manifest: Manifest, request: SelectionRequest, selection: Selection) -> None:
+    """Raises CheckpointMismatchError (conflict) for a glob of an entry's own name, which takes nothing of what is below
+    it, and for a part of the state of a parameter, with which the next step of its optimizer would fail. An HF target
+    has tensors alone.
+    """
+    if request.takes_all or request.to == "hf":
+        return
+    _refuse_own_names(manifest, request)
+    _refuse_torn_states(manifest, selection)
+
+
+def _refuse_own_names(manifest: Manifest, request: SelectionRequest) -> None:
+    names = {*manifest.tensors, *manifest.aliases}
+    entries = [fqn for fqn, _ in all_trees(manifest)]
+    for fqn, data in all_trees(manifest):
+        names.update(leaves(decode_plain(data), fqn, may_repeat=True))
+    for fqn in entries:
+        is_taken = any(map(request.takes, (name for name in names if name.startswith(f"{fqn}."))))
+        option, globs = ("exclude", request.exclude) if is_taken else ("include", request.include)
+        for glob in globs if fqn not in names else ():
+            if fnmatchcase(fqn, glob) and not any(fnmatchcase(name, glob) for name in names):
+                raise CheckpointMismatchError(
+                    f"{option} {glob!r} matches nothing in the checkpoint, which has names below {fqn!r:.200}: "
+                    f"{glob + '.*'!r} matches them; nothing was written",
+                    kind="conflict",
+                )
+
+
+def _refuse_torn_states(manifest: Manifest, selection: Selection) -> None:
+    for fqn, tree in optimizers_in(selection.trees).items():
+        known = {name for group in tree["groups"].values() for name in group["params"]}
+        prefix = join_fqn(fqn, "state.")
+        of_state = [name for name in (*manifest.tensors, *manifest.aliases) if name.startswith(prefix)]
+        parameters = {name: split_state_path(name.removeprefix(prefix), known)[0] for name in of_state}
+        taken = {parameters[name] for name in of_state if name in selection.names} - {""}
+        left_out = (name for name in of_state if name not in selection.names)
+        torn = next((name for name in left_out if parameters[name] in taken), None)
+        if torn is not None:
+            raise CheckpointMismatchError(
+                f"include and exclude leave out {torn!r:.200} and take other state of the same parameter, with "
+                "which the next step of an optimizer would fail; nothing was written: choose all or nothing of a "
+                "parameter's state",
+                kind="conflict",
+            )
