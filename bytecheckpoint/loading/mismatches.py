@@ -6,6 +6,8 @@ import glob
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
 
 import msgspec
@@ -267,9 +269,14 @@ def _unused_text(rule: UnusedRule, stored: CheckpointView) -> str:
     around = {".".join(of_name[:count]) for of_name in parts for count in range(1, len(of_name))}
     wanted = rule.rule if rule.option != "key_map" else rule.rule.strip("()'\"").split("'")[0]
     text = f"{rule} matches nothing in the checkpoint"
-    if wanted in around:
-        below = min(name for name in names if name.startswith(f"{wanted}."))
-        advice = "" if rule.option == "key_map" else f": {glob.escape(wanted) + '.*'!r} matches them"
+    above = {wanted} & around
+    if not above and rule.option != "key_map":
+        above = set(filter(partial(fnmatchcase, pat=wanted), around))
+    if above:
+        starts = tuple(f"{parent}." for parent in above)
+        below = min(name for name in names if name.startswith(starts))
+        advised = glob.escape(wanted) if wanted in above else wanted
+        advice = "" if rule.option == "key_map" else f": {advised + '.*'!r} matches them"
         return f"{text}, which has names below it, as {below}{advice}"
     candidates = sorted(names | around, key=len)[:_NUM_MATCHED]
     near = get_close_matches(wanted.rstrip(".*"), candidates, n=1, cutoff=0.5)

@@ -173,6 +173,25 @@ def test_the_name_of_an_entry_takes_nothing_of_what_is_below_it(tmp_path: Path, 
         bcp.load(tmp_path, {"model": target["model"]}, include=["model.*", name])
 
 
+def test_a_glob_that_matches_containers_alone_is_told_what_matches_the_names_below(tmp_path: Path) -> None:
+    """As `*._extra_state`, where the extra state of modules is a dict."""
+
+    class Counting(torch.nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"calls": 3}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.loaded = state
+
+    bcp.save(tmp_path, {"model": torch.nn.Sequential(Counting(2, 2))})
+    model = torch.nn.Sequential(Counting(2, 2))
+    advised = r"has names below it, as model\.0\._extra_state\.calls: '\*\._extra_state\.\*' matches them"
+    with pytest.raises(bcp.CheckpointMismatchError, match=advised):
+        bcp.load(tmp_path, {"model": model}, exclude="*._extra_state")
+    bcp.load(tmp_path, {"model": model}, exclude="*._extra_state.*")
+    assert not hasattr(model[0], "loaded")
+
+
 def test_plain_data_alone_fills_something(saved: Path) -> None:
     extra = {"epoch": 0}
     bcp.load(saved, extra)
