@@ -64,16 +64,10 @@ def test_a_rank_that_makes_a_manager_while_others_save_is_named_at_once(
 
 
 def mark_on_one_rank(rank: int, world_size: int, path: str, marking: int) -> tuple[Seen | None, bool]:
-    """One rank alone pins a step, as if that were no call of all ranks; then all go on to save."""
+    """One rank alone pins a step, as if that were no call of all ranks, while the other goes on to save."""
     manager = manager_at(path)
     manager.save(1, state())
-
-    def go_on() -> None:
-        if rank == marking:
-            manager.pin(1)
-        manager.save(2, state())
-
-    return timed(go_on)
+    return timed((lambda: manager.pin(1)) if rank == marking else lambda: manager.save(2, state()))
 
 
 @pytest.mark.parametrize("marking", [0, 1])
