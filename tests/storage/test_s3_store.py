@@ -713,7 +713,7 @@ def test_a_body_is_vouched_for_once(s3, s3_prefix, is_tls):
 def test_credentials_never_show(s3, s3_prefix, s3_faults, caplog, monkeypatch):
     monkeypatch.setenv("AWS_SESSION_TOKEN", "t0ken-of-the-environment")
     caplog.set_level(logging.DEBUG, logger="bytecheckpoint")
-    store = s3.store(s3_prefix)
+    store = s3.store(s3_prefix, timeout_s=0.4)  # a 400 without a code is retried
     s3_faults.choose = always("", Refuse(400, f"{s3.secret} and t0ken-of-the-environment"))
     for call in (lambda: put(store, "m", b"1"), lambda: store.list(""), store.check_writable):
         with pytest.raises(CheckpointError) as caught:
