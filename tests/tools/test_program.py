@@ -211,13 +211,6 @@ def test_output_without_unicode_has_escapes(saved_root) -> None:
     assert "\\u2514" in result.stdout
 
 
-@pytest.mark.parametrize("module", ["bytecheckpoint", "bytecheckpoint.tools"])
-def test_the_package_runs_as_the_program(saved_root, module) -> None:
-    command = [sys.executable, "-m", module, "ls", str(saved_root)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert (ended.stdout.splitlines()[0].split(":")[0], ended.stderr) == (str(saved_root), "")
-
-
 def test_the_console_module_ends_quietly_when_its_reader_has_enough(saved_root) -> None:
     """Like `bcp show x | head -1`, in a real process with a real pipe that is closed early."""
     command = [sys.executable, "-m", "bytecheckpoint.tools", "show", str(saved_root), "--limit", "0"]
