@@ -431,17 +431,14 @@ def test_a_look_into_a_folder_outside_the_root_is_refused(store, tmp_path):
     assert store.in_folders(["step", ""], "manifest.bcp") == [True, False]
 
 
-def test_a_write_that_fails_leaves_no_empty_folders(store, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("owner", "name", "code"),
+    [(os, "pwritev", errno.ENOSPC), (local_store_module, "sync_folder", errno.EIO)],
+    ids=["data", "name that is not durable"],
+)
+def test_a_write_that_fails_leaves_no_empty_folders(store, monkeypatch, tmp_path, owner, name, code):
     put(store, "other", b"1")
-    monkeypatch.setattr(os, "pwritev", _raising(errno.ENOSPC))
-    with pytest.raises(CheckpointSaveError):
-        put(store, "step/data/x", b"1")
-    assert os.listdir(tmp_path / "root") == ["other"]
-
-
-def test_a_write_whose_name_is_not_durable_leaves_no_empty_folders(store, monkeypatch, tmp_path):
-    put(store, "other", b"1")
-    monkeypatch.setattr(local_store_module, "sync_folder", _raising(errno.EIO))
+    monkeypatch.setattr(owner, name, _raising(code))
     with pytest.raises(CheckpointSaveError):
         put(store, "step/data/x", b"1")
     assert os.listdir(tmp_path / "root") == ["other"]
