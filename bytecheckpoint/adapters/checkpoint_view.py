@@ -279,7 +279,10 @@ class CheckpointView:
         if source is None:
             below = ((at[len(fqn) :], to) for at, to in self._sources.items() if not fqn or at.startswith(f"{fqn}."))
             source = next((leaf.removesuffix(path) for path, leaf in below if leaf.endswith(path)), None)
-        tree = None if source is None else self._tree_at(source)
+        leaf = self.tree_leaves.get(fqn)
+        # An empty dict is itself, though another dict, at a key with dots, has names below this one.
+        is_empty_dict = isinstance(leaf, dict) and not leaf
+        tree = leaf if is_empty_dict else None if source is None else self._tree_at(source)
         return None if source is None or tree is None else self._stored_tree(source, tree)
 
     @cached_property

@@ -161,6 +161,14 @@ def test_any_tree_comes_back_as_it_was_or_is_refused_by_name(
         assert error.value.kind == "unsupported_value"
 
 
+def test_an_empty_dict_takes_nothing_of_another_dict_whose_key_has_dots(tmp_path: Path) -> None:
+    state = {"a": {"0": {}}, "a.0": {"b": 3}}
+    bcp.save(tmp_path / "c", state)
+    target: dict[str, Any] = {"a": {"0": {}}, "a.0": {"b": None}}
+    bcp.load(tmp_path / "c", target)
+    assert target == state
+
+
 COLLISIONS = {
     "dot and nesting": ({"a": {"b": 1}, "a.b": 2}, "a.b"),
     "dot and nesting, tensors": ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}, "a.b"),

@@ -55,11 +55,13 @@ def test_no_host_holds_much_more_than_it_must(cluster: tuple[list[RankPlace], li
     places, sizes = cluster
     hosts = {place.host: place.failure_domain for place in places}
     must = [copies * sum(sizes) / len(hosts)]
-    for domain in hosts.values():
-        others = sum(other != domain for other in hosts.values())
-        if others:
-            own = sum(size for place, size in zip(places, sizes, strict=True) if place.failure_domain == domain)
-            must.append(copies * own / others)
+    domains = Counter(hosts.values())
+    for domain, num_hosts in domains.items():
+        own = sum(size for place, size in zip(places, sizes, strict=True) if place.failure_domain == domain)
+        if len(domains) > 1:
+            must.append(copies * own / (len(hosts) - num_hosts))
+        if len(domains) <= copies:  # every domain holds a copy of all that others have
+            must.append((sum(sizes) - own) / num_hosts)
     most = max(held_by_host(places, place_copies(places, sizes, copies).targets, sizes).values())
     assert most <= (copies - 1) * max(must) + max(sizes) * copies
 
