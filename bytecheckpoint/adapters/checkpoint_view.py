@@ -279,10 +279,7 @@ class CheckpointView:
         if source is None:
             below = ((at[len(fqn) :], to) for at, to in self._sources.items() if not fqn or at.startswith(f"{fqn}."))
             source = next((leaf.removesuffix(path) for path, leaf in below if leaf.endswith(path)), None)
-        leaf = self.tree_leaves.get(fqn)
-        # An empty dict is itself, though another dict, at a key with dots, has names below this one.
-        is_empty_dict = isinstance(leaf, dict) and not leaf
-        tree = leaf if is_empty_dict else None if source is None else self._tree_at(source)
+        tree = None if source is None else self._tree_at(source)
         return None if source is None or tree is None else self._stored_tree(source, tree)
 
     @cached_property
@@ -310,8 +307,9 @@ class CheckpointView:
 
     def _tree_at(self, fqn: str) -> Any:
         """Returns the part of the plain data at this checkpoint FQN, or None."""
-        if fqn in self.trees:
-            return self.trees[fqn]
+        leaf = self._saved_leaves.get(fqn)
+        if fqn in self.trees or isinstance(leaf, dict):  # an empty dict is itself, whatever lies below a key with dots
+            return leaf if isinstance(leaf, dict) else self.trees[fqn]
         parts = fqn.split(".")
         for count in range(len(parts) - 1, 0, -1):
             name = ".".join(parts[:count])
