@@ -25,8 +25,10 @@ from bytecheckpoint.errors import (
     CheckpointSaveError,
     StorageError,
 )
+from bytecheckpoint.manager.after_commit import retried_work
 from bytecheckpoint.manager.data import log_writer
 from bytecheckpoint.manager.data.log_objects import branches, earlier_objects
+from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.open_store import open_store
 from distributed.workers import WorkerPool
 
@@ -195,6 +197,28 @@ def test_a_step_that_was_not_logged_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFoundError, match="step 9"):
             manager.restore_data(trainer.state, step=9)
         assert manager.restore_data(trainer.state, step=5) == 5
+
+
+def test_a_position_is_not_lost_when_the_look_for_another_manager_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [StorageError("passing", kind="unavailable")]
+    real_list = LocalStore.list
+
+    def list_folder(store: LocalStore, folder: str) -> Any:
+        if failures and threading.current_thread().name == "bcp-data-log":
+            raise failures.pop()
+        return real_list(store, folder)
+
+    trainer = Trainer()
+    with manager_at(tmp_path) as manager:
+        monkeypatch.setattr(retried_work, "_SHORTEST_PAUSE_S", 0.01)
+        monkeypatch.setattr(LocalStore, "list", list_folder)
+        manager.log_data(7, trainer.state)
+        manager.wait()  # until the first attempt has failed
+        manager.wait()
+        assert not failures
+        assert [logged.step for logged in manager.data_log()] == [7]
 
 
 def test_a_damaged_entry_counts_as_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
