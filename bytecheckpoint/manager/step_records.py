@@ -192,23 +192,13 @@ def is_pinned(store: Store, folder: str) -> bool:
     return PIN_NAME in store.list(folder)
 
 
-def find_step(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> StepInfo | None:
-    """Returns the first of the steps, in the order of `list_steps`, for which `choose` returns True; None if there is
-    none. If the checkpoint of that step was replaced after its record was written, calls `choose` again with steps
-    that are read from all manifests.
-    """
-    found = _first_chosen(list_steps(store), choose)
-    if found is not None and layout.committed_save_id(store, layout.step_folder(found.step)) != found.save_id:
-        return _first_chosen(list_steps(store, reads_manifests=True), choose)
-    return found
-
-
 def find_checkpoint(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> CheckpointInfo | None:
-    """Returns the checkpoint of the step that `find_step` finds; None if there is none. One that is deleted or replaced
-    meanwhile is no candidate any more. Raises StorageError (unavailable) if that happens `_ATTEMPTS` times in a row.
+    """Returns the checkpoint of the first step, in the order of `list_steps`, for which `choose` returns True; None if
+    there is none. One that is deleted or replaced meanwhile is no candidate any more. Raises StorageError (unavailable)
+    if that happens `_ATTEMPTS` times in a row.
     """
     for _ in range(_ATTEMPTS):
-        found = find_step(store, choose)
+        found = _find_step(store, choose)
         if found is None:
             return None
         folder = layout.step_folder(found.step)
@@ -223,6 +213,16 @@ def find_checkpoint(store: Store, choose: Callable[[Sequence[StepInfo]], Sequenc
         kind="unavailable",
         path=str(store),
     )
+
+
+def _find_step(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> StepInfo | None:
+    """Returns the first chosen step. If its checkpoint was replaced after its record was written, calls `choose` again
+    with steps that are read from all manifests.
+    """
+    found = _first_chosen(list_steps(store), choose)
+    if found is not None and layout.committed_save_id(store, layout.step_folder(found.step)) != found.save_id:
+        return _first_chosen(list_steps(store, reads_manifests=True), choose)
+    return found
 
 
 def _first_chosen(
@@ -259,16 +259,16 @@ def list_steps(
     reading = _Reading(store, reads_manifests, on_damaged)
     abandoned = read_abandoned(store)
     steps = layout.steps_of_root(store)
-    found = map_jobs(lambda step: _read_step(reading, step, abandoned.get(step, "")), steps, num_threads=_IN_FLIGHT)
+    found = map_jobs(lambda step: _read_step(reading, step, abandoned.get(step)), steps, num_threads=_IN_FLIGHT)
     return sorted((step for step in found if step), key=lambda step: (not step.is_abandoned, step.info.step))
 
 
 def read_step(store: Store, step: int, *, reads_manifest: bool = False) -> StoredStep | None:
     """Returns a committed step, not marked as abandoned; None if it was deleted or (with a warning) is damaged."""
-    return _read_step(_Reading(store, reads_manifest, _warn_of_damaged), step, "")
+    return _read_step(_Reading(store, reads_manifest, _warn_of_damaged), step, None)
 
 
-def _read_step(reading: _Reading, step: int, abandoned_save_id: str) -> StoredStep | None:
+def _read_step(reading: _Reading, step: int, abandoned_save_id: str | None) -> StoredStep | None:
     store, folder = reading.store, layout.step_folder(step)
     listing = store.list(folder)
     reports = _read_reports(store, folder) if METRICS_FOLDER in listing else []

@@ -98,7 +98,7 @@ class KnownSteps:
             if found is None:
                 del self._steps[step]
             else:
-                self._steps[step] = found._replace(is_abandoned=False)
+                self._steps[step] = found
 
     def remove(self, info: StepInfo) -> None:
         """Notes that a checkpoint was deleted, unless its step has another checkpoint now."""
