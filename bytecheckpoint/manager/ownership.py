@@ -104,7 +104,7 @@ class Generation(NamedTuple):
         found = _read_claim(store, self.number)
         return found is not None and found.save_id_prefix == self.save_id_prefix
 
-    def clear_earlier(self, *, before_folder: Callable[[], object] = bool) -> None:
+    def clear_earlier(self, *, before_folder: Callable[[], object]) -> None:
         """Deletes what saves of earlier generations left uncommitted, then the claims of these generations.
         `before_folder` is called before each folder of a step is looked through.
 

@@ -111,7 +111,7 @@ def _warn_of_damaged(step: int, error: CheckpointError) -> None:
 class DeletionPace:
     """Limits the number of objects deleted per second, and lets deletions pause. For one deletion at a time."""
 
-    def __init__(self, before_request: Callable[[], object] = bool) -> None:
+    def __init__(self, before_request: Callable[[], object] = lambda: None) -> None:
         """`before_request` is called before each request of a deletion, and may wait."""
         self._before_request = before_request
         self._next_s = time.monotonic()

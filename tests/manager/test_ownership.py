@@ -85,7 +85,7 @@ def test_only_what_earlier_generations_left_uncommitted_is_cleared(tmp_path: Pat
     others = leave_data(tmp_path, 3, "fedcba9876543210")
     user_file = tmp_path / "step_00000002" / "notes.txt"
     user_file.write_text("mine")
-    newer.clear_earlier()
+    newer.clear_earlier(before_folder=lambda: None)
     assert [path.exists() for path in (left, beside, own, others, user_file)] == [False, False, True, True, True]
     bcp.load(tmp_path, {"weight": torch.zeros(2)}, step=1)
     newer.check(outcome="")
