@@ -272,7 +272,7 @@ def _read_journal(store: Store, name: str) -> DeletionJournal | None:
         journal = msgspec.json.decode(read_whole(store, name, max_bytes=_MAX_JOURNAL_BYTES), type=DeletionJournal)
     except CheckpointNotFoundError:
         return None  # finished by another process
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         logger.warning("%s is damaged (%s) and counts as absent", join_name(str(store), name), error)
         return None
     is_ours = journal.save_id and (not journal.folder or layout.parse_step(journal.folder) is not None)

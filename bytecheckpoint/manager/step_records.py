@@ -387,7 +387,7 @@ def _read(store: Store, name: str, kind: type[T]) -> T | None:
         return msgspec.json.decode(read_whole(store, name, max_bytes=MAX_RECORD_BYTES), type=kind)
     except CheckpointNotFoundError:
         return None
-    except (msgspec.DecodeError, UnsafeCheckpointError) as error:
+    except (msgspec.DecodeError, RecursionError, UnsafeCheckpointError) as error:
         if isinstance(error, UnsafeCheckpointError) and error.kind != "limits_exceeded":
             raise
         logger.warning("%s is damaged (%s) and counts as absent", join_name(str(store), name), error)

@@ -228,7 +228,8 @@ def test_a_damaged_entry_counts_as_absent(tmp_path: Path, caplog: pytest.LogCapt
             trainer.step(manager, step)
         manager.wait()
         newest = tmp_path / "manager" / "data_log" / log_objects(tmp_path)[-1]
-        for content in (b"no zlib", zlib.compress(b"no record"), newest.read_bytes()[:-4]):
+        nested = zlib.compress(b"\x81\xa1x" + b"\x91" * 100_000)
+        for content in (b"no zlib", zlib.compress(b"no record"), nested, newest.read_bytes()[:-4]):
             newest.write_bytes(content)
             assert manager.restore_data(trainer.state) == 6
         assert "count as absent" in caplog.text

@@ -93,7 +93,11 @@ def test_only_what_earlier_generations_left_uncommitted_is_cleared(tmp_path: Pat
         older.check(outcome="")
 
 
-@pytest.mark.parametrize("content", ["{", " " * (1 << 17)], ids=["damaged", "too long"])
+@pytest.mark.parametrize(
+    "content",
+    ["{", " " * (1 << 17), '{"x": ' + "[" * 50_000, '{"save_id_prefix": "a", "host": "h", "pid": 1, "time": 1e300}'],
+    ids=["damaged", "too long", "nested too deep", "a time that is no date"],
+)
 def test_a_damaged_claim_still_counts(tmp_path: Path, content: str) -> None:
     older = claim(store_at(tmp_path), time=1.0)
     (tmp_path / "manager" / "generations" / "00000002.json").write_text(content)

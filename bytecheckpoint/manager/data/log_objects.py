@@ -91,7 +91,7 @@ def read_records(store: Store, logged: LoggedNames) -> dict[int, LogRecord] | No
         return {rank: _decode(read_whole(store, name, max_bytes=_MAX_BYTES)) for rank, name in logged.names.items()}
     except CheckpointNotFoundError:
         return None
-    except (zlib.error, msgspec.DecodeError) as error:
+    except (zlib.error, msgspec.DecodeError, RecursionError) as error:
         logger.warning(
             "the positions of step %d in %s are damaged (%s), and count as absent", logged.step, store, error
         )
