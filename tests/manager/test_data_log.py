@@ -27,7 +27,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.manager.after_commit import retried_work
 from bytecheckpoint.manager.data import log_writer
-from bytecheckpoint.manager.data.log_objects import branches, earlier_objects
+from bytecheckpoint.manager.data.log_objects import branches, earlier_objects, logged_steps
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.open_store import open_store
 from distributed.workers import WorkerPool
@@ -451,6 +451,16 @@ def test_folders_of_the_log_are_found_newest_first(tmp_path: Path) -> None:
         (tmp_path / "manager" / "data_log" / name / "x").touch()
     store = open_store(str(tmp_path), storage_options=None, writer_threads=1)
     assert [name.rpartition("/")[2] for name in branches(store)] == newest_first
+
+
+def test_a_step_counts_as_logged_if_each_rank_has_an_object(tmp_path: Path) -> None:
+    folder = tmp_path / "manager" / "data_log" / "00000001-0000"
+    folder.mkdir(parents=True)
+    for name in ("00000005-00000-of-00002", "00000005-00002-of-00002", "00000004-00001-of-00002"):
+        (folder / name).touch()
+    (folder / "00000004-00000-of-00002").touch()
+    store = open_store(str(tmp_path), storage_options=None, writer_threads=1)
+    assert [logged.step for logged in logged_steps(store, branches(store)[0])] == [4]
 
 
 def test_files_of_others_in_the_log_of_an_earlier_manager_stay(tmp_path: Path) -> None:

@@ -76,7 +76,9 @@ def logged_steps(store: Store, folder: str) -> list[LoggedNames]:
         if match := _NAME.fullmatch(name):
             step, rank, num_ranks = map(int, match.groups())
             found.setdefault((step, num_ranks), {})[rank] = join_name(folder, name)
-    complete = (LoggedNames(step, names) for (step, num_ranks), names in found.items() if len(names) == num_ranks)
+    complete = (
+        LoggedNames(step, names) for (step, num_ranks), names in found.items() if len(names) == num_ranks > max(names)
+    )
     return sorted(complete, key=lambda logged: logged.step, reverse=True)
 
 
