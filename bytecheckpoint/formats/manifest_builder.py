@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -272,7 +272,7 @@ class _PlainWalk:
         return self._items(value, fqn, levels_left)
 
     def _items(self, value: Mapping[Any, Any], fqn: str, levels_left: int) -> dict[Any, Any]:
-        kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        kept: dict[Any, Any] = type(value)() if isinstance(value, OrderedDict | Counter) else {}
         for key, item in value.items():
             is_kept = type(key) is str or (type(key) is int and key in INT64)
             name = key if is_kept else str(key)

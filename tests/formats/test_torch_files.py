@@ -181,6 +181,23 @@ def test_attributes_in_slots_and_beside_them_are_read(tmp_path: Path, state: tup
     assert (objects["args.a"], objects["args.b"]) == (1, 2)
 
 
+def test_a_schedule_goes_on_with_the_counter_of_its_milestones(tmp_path: Path) -> None:
+    def schedule() -> torch.optim.lr_scheduler.SequentialLR:
+        optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+        warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
+        steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 3])
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, steps], milestones=[2])
+
+    alone, loaded = schedule(), schedule()
+    path = save({"schedule": alone.state_dict()}, tmp_path)
+    bcp.load(path, {"schedule": loaded})
+    assert bcp.load_tree(path)["schedule"]["_schedulers"][1]["milestones"] == Counter([1, 1, 3])
+    for _ in range(6):  # SequentialLR begins the second one with an explicit step, for which that asks its Counter
+        alone.optimizer.step(), loaded.optimizer.step()
+        alone.step(), loaded.step()
+        assert loaded.get_last_lr() == alone.get_last_lr()
+
+
 def test_a_value_that_is_no_dict_has_a_name(tmp_path: Path) -> None:
     checkpoint = bcp.open(save([torch.ones(2), 5], tmp_path))
     assert torch.equal(checkpoint["value.0"][:], torch.ones(2))
