@@ -21,7 +21,7 @@ _MAX_BLOCKS = 256
 
 
 class FileReader:
-    """Reads ranges of a file of known length, with a cache of blocks."""
+    """Reads ranges of a file of known length, with a cache of blocks. Each read is one request at most."""
 
     def __init__(self, store: Store, name: str, byte_length: int) -> None:
         self.store = store
@@ -47,22 +47,25 @@ class FileReader:
         first, last = byte_offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         if last - first > _MAX_BLOCKS // 2:
             return self._read(byte_offset, byte_length)
-        content = b"".join(map(self._block, range(first, last)))
+        missing = [number for number in range(first, last) if number not in self._blocks]
+        if missing:
+            self._fetch(missing)
+        content = b"".join(self._blocks[number] for number in range(first, last))
+        while len(self._blocks) > _MAX_BLOCKS:
+            self._blocks.popitem(last=False)
         start = byte_offset - first * BLOCK_BYTES
         return content[start : start + byte_length]
 
     def read_all(self) -> bytes:
         return self.read(0, self.byte_length)
 
-    def _block(self, number: int) -> bytes:
-        block = self._blocks.get(number)
-        if block is None:
-            start = number * BLOCK_BYTES
-            block = self._read(start, min(BLOCK_BYTES, self.byte_length - start))
-            self._blocks[number] = block
-            if len(self._blocks) > _MAX_BLOCKS:
-                self._blocks.popitem(last=False)
-        return block
+    def _fetch(self, missing: list[int]) -> None:
+        """Reads these blocks, and what lies between them, into the cache."""
+        start, end = missing[0] * BLOCK_BYTES, min((missing[-1] + 1) * BLOCK_BYTES, self.byte_length)
+        content = self._read(start, end - start)
+        for number in missing:
+            at = number * BLOCK_BYTES - start
+            self._blocks[number] = content[at : at + BLOCK_BYTES]
 
     def _read(self, byte_offset: int, byte_length: int) -> bytes:
         content = bytearray(byte_length)
