@@ -158,11 +158,6 @@ class TensorTable(Mapping[str, TensorRecord]):
                 )
                 raise self._shared_bytes([int(chunks[number]) for number in found])
 
-    def _refuse_shared_bytes(self, spans: Spans, first_chunk: int = 0) -> None:
-        found = None if self._may_share_bytes else find_shared_bytes(spans)
-        if found is not None:
-            raise self._shared_bytes([first_chunk + chunk for chunk in found])
-
     def _shared_bytes(self, chunks: Sequence[int]) -> CheckpointCorruptError:
         """Makes the error for two chunks that share bytes."""
         fqns = list(self._indices)
@@ -203,10 +198,14 @@ class TensorTable(Mapping[str, TensorRecord]):
         )
 
     def _checked_slice(self, fqn: str) -> Columns:
+        """Returns the columns of one tensor, once its own chunks are checked."""
         index = self._indices[fqn]
         columns = self._slice(index, index + 1)
         if index not in self._checked:
-            self._refuse_shared_bytes(check_chunks(columns, self._bounds, [fqn]), self._first_chunks[index])
+            spans = check_chunks(columns, self._bounds, [fqn])
+            found = None if self._may_share_bytes else find_shared_bytes(spans)
+            if found is not None:
+                raise self._shared_bytes([self._first_chunks[index] + chunk for chunk in found])
             self._checked.add(index)
         return columns
 
