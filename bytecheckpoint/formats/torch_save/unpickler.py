@@ -13,7 +13,7 @@ from pickletools import genops
 from typing import Any, Protocol
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.manifest.plain_wire import INT64
+from bytecheckpoint.manifest.plain_wire import MSGPACK_INTS
 
 MAX_PICKLE_BYTES = 1 << 26
 _MAX_ON_STACK, _MAX_IN_MEMO = 1 << 20, 1 << 22
@@ -273,7 +273,7 @@ def is_crafted(key: Any) -> bool:
     64 bits: each such key may be compared with all others. The hash of a text is salted, that of an object its address.
     """
     if type(key) is int:
-        return key not in INT64
+        return key not in MSGPACK_INTS
     if key is None or isinstance(key, str | bytes | bool):
         return False
     hash_of_class: Any = type(key).__hash__
