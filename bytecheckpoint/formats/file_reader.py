@@ -18,6 +18,7 @@ from bytecheckpoint.storage.store import Store
 BLOCK_BYTES = 4096
 _MAX_BLOCKS = 256
 """Blocks in the cache of a file; together a MiB."""
+_READ_AHEAD = 32
 
 
 class FileReader:
@@ -60,7 +61,12 @@ class FileReader:
         return self.read(0, self.byte_length)
 
     def _fetch(self, missing: list[int]) -> None:
-        """Reads these blocks, and what lies between them, into the cache."""
+        """Reads these blocks, and what lies between them, into the cache. Reads ahead if they follow a block that is in
+        it: small archives lie one after the other.
+        """
+        if missing[0] - 1 in self._blocks:
+            ahead = range(missing[-1] + 1, min(missing[-1] + 1 + _READ_AHEAD, -(-self.byte_length // BLOCK_BYTES)))
+            missing += [number for number in ahead if number not in self._blocks]
         start, end = missing[0] * BLOCK_BYTES, min((missing[-1] + 1) * BLOCK_BYTES, self.byte_length)
         content = self._read(start, end - start)
         for number in missing:

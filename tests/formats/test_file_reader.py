@@ -47,6 +47,15 @@ def test_a_read_of_many_blocks_is_one_request(tmp_path: Path, content: bytes, re
     assert requests == [(5 * BLOCK_BYTES, BLOCK_BYTES), (0, 101 * BLOCK_BYTES)]
 
 
+def test_small_reads_one_after_the_other_are_few_requests(
+    tmp_path: Path, content: bytes, requests: list[tuple[int, int]]
+) -> None:
+    reader = reader_of(tmp_path, content)
+    for byte_offset in range(0, len(content), 1000):
+        assert reader.read(byte_offset, 60) == content[byte_offset:][:60]
+    assert len(requests) <= 2 + NUM_BLOCKS // 32
+
+
 def test_random_reads_give_the_bytes_of_the_file(
     tmp_path: Path, content: bytes, requests: list[tuple[int, int]]
 ) -> None:
