@@ -146,6 +146,7 @@ def test_plain_data_comes_back_beside_the_tensors(tmp_path: Path) -> None:
         "set": {1},
         "path": Path("/a/b"),
         "here": Path(),
+        "numpy_dtype": np.dtype(">f4"),
         "args": argparse.Namespace(lr=0.1, layers=[1, 2]),
         "more": types.SimpleNamespace(name="x"),
         "none": None,
@@ -164,13 +165,29 @@ def test_plain_data_comes_back_beside_the_tensors(tmp_path: Path) -> None:
     assert (objects["complex"], objects["bytes"], objects["large"]) == (1 + 2j, b"\x00\xff", 1 << 70)
     assert (objects["set"], objects["path"], objects["here"], objects["none"]) == ([1], "/a/b", ".", None)
     assert (objects["args.lr"], objects["args.layers"], objects["more.name"]) == (0.1, [1, 2], "x")
-    assert objects["7"] == "number"
+    assert (objects["7"], objects["numpy_dtype"]) == ("number", ">f4")
     loaded = {"epoch": 0, "nested": {"tuple": (0, "", 1), "tensor": torch.zeros(2), "list": [torch.ones(1), {"a": 0}]}}
     bcp.load(tmp_path / "checkpoint.pt", loaded)
     assert loaded["epoch"] == 3
     assert loaded["nested"]["tuple"] == (1, "two", None)
     assert torch.equal(loaded["nested"]["tensor"], torch.ones(2))
     assert loaded["nested"]["list"][1] == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"param_groups": 5},
+        {"state": 3, "param_groups": []},
+        {"state": {}, "param_groups": [{"lr": 1.0}]},
+        {"state": {0: 1}, "param_groups": [{"params": [0]}]},
+        {"state": {}, "param_groups": [{"params": [1.5]}]},
+        {"state": {}, "param_groups": [{"params": [0]}, {"params": ["0"]}]},
+        {"state.w": 1, "param_groups.w.lr": 0.1},
+    ],
+)
+def test_what_only_resembles_the_state_of_an_optimizer_is_plain_data(tmp_path: Path, value: dict[str, Any]) -> None:
+    assert bcp.load_tree(save({"like": value}, tmp_path))["like"] == value
 
 
 @pytest.mark.parametrize("state", [({"a": 1, "b": 2}, None), ({"a": 1}, {"b": 2}), (None, {"a": 1, "b": 2})])

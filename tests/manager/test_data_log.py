@@ -199,21 +199,22 @@ def test_a_step_that_was_not_logged_is_refused(tmp_path: Path) -> None:
         assert manager.restore_data(trainer.state, step=5) == 5
 
 
-def test_a_position_is_not_lost_when_the_look_for_another_manager_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("request_name", ["list", "write"])
+def test_a_position_is_not_lost_when_a_request_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_name: str
 ) -> None:
     failures = [StorageError("passing", kind="unavailable")]
-    real_list = LocalStore.list
+    real = getattr(LocalStore, request_name)
 
-    def list_folder(store: LocalStore, folder: str) -> Any:
+    def fail_once(store: LocalStore, *arguments: Any, **keywords: Any) -> Any:
         if failures and threading.current_thread().name == "bcp-data-log":
             raise failures.pop()
-        return real_list(store, folder)
+        return real(store, *arguments, **keywords)
 
     trainer = Trainer()
     with manager_at(tmp_path) as manager:
         monkeypatch.setattr(retried_work, "_SHORTEST_PAUSE_S", 0.01)
-        monkeypatch.setattr(LocalStore, "list", list_folder)
+        monkeypatch.setattr(LocalStore, request_name, fail_once)
         manager.log_data(7, trainer.state)
         manager.wait()  # until the first attempt has failed
         manager.wait()

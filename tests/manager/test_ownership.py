@@ -12,6 +12,7 @@ import torch
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CheckpointSaveError, StorageError
 from bytecheckpoint.manager.ownership import claim
+from bytecheckpoint.storage import garbage
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
 
@@ -73,6 +74,28 @@ def test_a_save_whose_files_another_manager_has_cleared_names_that_manager(
     assert raised.value.kind == "superseded"
     manager.close()
     others[0].close()
+
+
+@pytest.mark.parametrize("keeps_data", [False, True])
+def test_a_checkpoint_that_commits_while_its_files_are_cleared_goes_unless_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_data: bool
+) -> None:
+    with bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(1)) as earlier:
+        earlier.save(1, {"weight": torch.ones(2)})
+    manifest = tmp_path / "step_00000001" / "manifest.bcp"
+    content = manifest.read_bytes()
+    manifest.unlink()
+    remove = garbage.remove
+
+    def commit_late(*arguments: Any) -> None:
+        if not keeps_data:
+            remove(*arguments)
+        manifest.parent.mkdir(exist_ok=True)
+        manifest.write_bytes(content)
+
+    monkeypatch.setattr(garbage, "remove", commit_late)
+    claim(store_at(tmp_path), time=2.0).clear_earlier(before_folder=lambda: None)
+    assert bcp.steps(tmp_path) == ([1] if keeps_data else [])
 
 
 def test_only_what_earlier_generations_left_uncommitted_is_cleared(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from bytecheckpoint.manifest import (
     decode_manifest,
     encode_manifest,
     encoding,
+    outline,
     read_outline,
     records,
     tensor_record,
@@ -711,11 +712,18 @@ def test_a_dtype_that_is_not_known_is_named() -> None:
     assert caught.value.kind == "dtype"
 
 
-def test_an_outline_says_what_the_whole_manifest_says() -> None:
+@pytest.mark.parametrize("max_metadata_bytes", [validation.MAX_METADATA_BYTES, 100], ids=["short", "long"])
+def test_an_outline_says_what_the_whole_manifest_says(monkeypatch: pytest.MonkeyPatch, max_metadata_bytes: int) -> None:
+    monkeypatch.setattr(outline, "MAX_METADATA_BYTES", max_metadata_bytes)
     manifest = replace(small_manifest(), metadata={"a": 1}, provenance={"world_size": 2})
     content = encode_manifest(manifest)
     assert read_outline(content) == decode_manifest(content).outline
     assert read_outline(content).num_bytes == sum(file.byte_length for file in manifest.files)
+
+
+def test_an_outline_of_a_body_that_is_no_manifest_is_refused() -> None:
+    with pytest.raises(CheckpointCorruptError, match="cannot be decoded"):
+        read_outline(seal(b"\x81\xa7save_id\x01"))
 
 
 def test_an_outline_of_damaged_bytes_is_refused() -> None:
