@@ -6,6 +6,7 @@ import random
 import struct
 import tracemalloc
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import msgspec
@@ -111,7 +112,6 @@ def test_what_goes_in_comes_out() -> None:
     assert same(decoded, manifest)
     assert decoded.tensors["weight"].chunks == manifest.tensors["weight"].chunks
     assert decoded.tensors["weight"].num_chunks == 2
-    assert decoded.tensors["weight"].numel == 12
     assert decoded.tensors["step"].chunks == [Chunk(Region((), ()), 0, 4120, 8)]
     assert "weight" in decoded.tensors
     assert "tied" not in decoded.tensors
@@ -494,8 +494,8 @@ def test_other_file_names_are_accepted(name: str) -> None:
 
 
 def test_empty_tensors_of_any_shape_are_accepted() -> None:
-    assert decode_manifest(one_tensor(1 << 40, 0, 1 << 62, 1 << 62)).tensors["t"].numel == 0
-    assert decode_manifest(one_tensor(*[1 << 62] * 63, 0)).tensors["t"].numel == 0
+    for shape in ((1 << 40, 0, 1 << 62, 1 << 62), (*[1 << 62] * 63, 0)):
+        assert decode_manifest(one_tensor(*shape)).tensors["t"].shape == shape
 
 
 def test_the_largest_tensor_is_read_whole() -> None:
@@ -669,7 +669,7 @@ def try_decode(body: bytes) -> None:
         assert error.kind in DOCUMENTED[type(error)]  # noqa: PT017 - most changes are refused, some are harmless
     else:
         for record in manifest.tensors.values():
-            assert sum(chunk.region.numel for chunk in record.chunks) == record.numel
+            assert sum(chunk.region.numel for chunk in record.chunks) == prod(record.shape)
 
 
 # Writing
