@@ -12,7 +12,7 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.paths import check_name, join_name
 from bytecheckpoint.storage.store import Store
 
 BLOCK_BYTES = 4096
@@ -122,6 +122,16 @@ def too_much(path: str, what: str) -> UnsafeCheckpointError:
         kind="limits_exceeded",
         path=path,
     )
+
+
+def checked_name(name: str, path: str) -> str:
+    """Returns the name of a file that the one at `path` gives. Raises UnsafeCheckpointError (path_escape) if it could
+    lead out of the folder.
+    """
+    try:
+        return check_name(name)
+    except UnsafeCheckpointError as error:
+        raise with_path(error, path) from error
 
 
 def with_path(error: CheckpointError, path: str) -> CheckpointError:
