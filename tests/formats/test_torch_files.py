@@ -542,6 +542,10 @@ def test_a_program_of_torchscript_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "program.pt"
     write_zip(path, {"archive/data.pkl": pickle.dumps({}, 2), "archive/constants.pkl": b"x"})
     assert "TorchScript" in refused(path).message
+    with zipfile.ZipFile(path, "w") as archive:  # code of more than 200 characters is compressed
+        archive.writestr("archive/data.pkl", pickle.dumps({}, 2))
+        archive.writestr("archive/code/__torch__.py", b"x" * 300, zipfile.ZIP_DEFLATED)
+    assert "TorchScript" in refused(path).message
 
 
 def write_zip(path: Path, members: dict[str, bytes], *, compression: int = zipfile.ZIP_STORED) -> None:
