@@ -282,10 +282,7 @@ class Overhead(_JoinableSavePolicy):
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
         """Returns True if no save is in flight, and the stall of the last is at most this share of the time since."""
-        if not saved:
-            return True
-        interval = _last_seconds(saved, "stall") / self.fraction
-        return saved[-1].committed and max(now.time - saved[-1].time, 0.0) >= interval
+        return CostBudget(self.fraction).due(now, saved)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

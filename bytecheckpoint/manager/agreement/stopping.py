@@ -179,14 +179,11 @@ class GroupStop:
         """
         with self._changed:
             if self._has_reported and self._verdict is None:
-                self._changed.wait_for(self._is_decided, self._timeout_s)
+                self._changed.wait_for(lambda: self._verdict is not None, self._timeout_s)
                 if self._verdict is None:
                     raise self._missing_error()
             self._num_passed += 1
             return self._verdict is not None and self._num_passed > self._verdict
-
-    def _is_decided(self) -> bool:
-        return self._verdict is not None
 
     def _missing_error(self) -> CheckpointError:
         with suppress(RuntimeError):
