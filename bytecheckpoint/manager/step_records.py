@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -232,14 +232,6 @@ def _first_chosen(
     return next((info for info, is_chosen in zip(infos, choose(infos), strict=True) if is_chosen), None)
 
 
-class _Reading(NamedTuple):
-    """The way in which the steps of a store are read."""
-
-    store: Store
-    reads_manifests: bool
-    on_damaged: Callable[[int, CheckpointError], object]
-
-
 def _warn_of_damaged(step: int, error: CheckpointError) -> None:
     logger.warning("step %d is left out of the steps: %s", step, error.message)
 
@@ -256,25 +248,37 @@ def list_steps(
     Without `reads_manifests`, the record of a step is read in place of its manifest: damage is not seen then, nor that
     a program without a manager has replaced the checkpoint.
     """
-    reading = _Reading(store, reads_manifests, on_damaged)
     abandoned = read_abandoned(store)
-    steps = layout.steps_of_root(store)
-    found = map_jobs(lambda step: _read_step(reading, step, abandoned.get(step)), steps, num_threads=_IN_FLIGHT)
-    return sorted((step for step in found if step), key=lambda step: (not step.is_abandoned, step.info.step))
+
+    def read(step: int) -> StoredStep | None:
+        return read_step(store, step, abandoned.get(step), reads_manifest=reads_manifests, on_damaged=on_damaged)
+
+    found = map_jobs(read, layout.steps_of_root(store), num_threads=_IN_FLIGHT)
+    return ordered([step for step in found if step])
 
 
-def read_step(store: Store, step: int, *, reads_manifest: bool = False) -> StoredStep | None:
-    """Returns a committed step, not marked as abandoned; None if it was deleted or (with a warning) is damaged."""
-    return _read_step(_Reading(store, reads_manifest, _warn_of_damaged), step, None)
+def ordered(steps: Collection[StoredStep]) -> list[StoredStep]:
+    """Returns the steps in the order for policies: oldest first, abandoned ones before all others."""
+    return sorted(steps, key=lambda step: (not step.is_abandoned, step.info.step))
 
 
-def _read_step(reading: _Reading, step: int, abandoned_save_id: str | None) -> StoredStep | None:
-    store, folder = reading.store, layout.step_folder(step)
+def read_step(
+    store: Store,
+    step: int,
+    abandoned_save_id: str | None = None,
+    *,
+    reads_manifest: bool = False,
+    on_damaged: Callable[[int, CheckpointError], object] = _warn_of_damaged,
+) -> StoredStep | None:
+    """Returns a committed step, marked as abandoned if it has this save id; None if it was deleted or is damaged. The
+    other arguments are those of `list_steps`.
+    """
+    folder = layout.step_folder(step)
     listing = store.list(folder)
     reports = _read_reports(store, folder) if METRICS_FOLDER in listing else []
     record = next((record for record in reports if _is_of_save(record)), None)
     try:
-        if reading.reads_manifests or record is None or len({report.save_id for report in reports}) > 1:
+        if reads_manifest or record is None or len({report.save_id for report in reports}) > 1:
             found = _record_of(describe_checkpoint(layout.read_manifest(store, folder), path=folder, seconds={}))
             record = next((item for item in reports if item.save_id == found.save_id and _is_of_save(item)), None)
         else:
@@ -284,7 +288,7 @@ def _read_step(reading: _Reading, step: int, abandoned_save_id: str | None) -> S
     except StorageError:
         raise  # the step may be good
     except CheckpointError as error:
-        reading.on_damaged(step, error)
+        on_damaged(step, error)
         return None
     metrics = _merge_metrics(found, reports)
     basis = record or found

@@ -14,7 +14,7 @@ from functools import partial
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.abandoned_steps import Branch, branch_of_copies, read_branch, write_branch
-from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, ordered
+from bytecheckpoint.manager.after_commit.known_steps import KnownSteps
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.after_commit.save_pauses import OngoingSaves, SavePauses
 from bytecheckpoint.manager.agreement.decisions import StorageClock
@@ -129,7 +129,7 @@ class SecondRoot:
 
     def _wanted(self, source_steps: Sequence[StoredStep], copies: Mapping[int, StoredStep]) -> set[int]:
         """Returns those steps of both roots that the policy of the second root keeps."""
-        both = ordered([*{**copies, **{step.info.step: step for step in source_steps}}.values()])
+        both = step_records.ordered([*{**copies, **{step.info.step: step for step in source_steps}}.values()])
         decisions = decide(self._keep, [step.info for step in both], now=self._clock.now(), held={})
         return {decision.step for decision in decisions if decision.is_kept}
 
@@ -271,7 +271,7 @@ class SecondRoot:
         """Deletes the copies, but the newest, that neither the policy, a pin nor a lease keeps, also from `copies`."""
         now = self._clock.now()
         stays = self._wanted(self._sources(copies), copies) | held_by_leases([*copies.values()], now=now).keys()
-        for step in ordered([*copies.values()])[:-1]:  # the newest copy always stays
+        for step in step_records.ordered([*copies.values()])[:-1]:  # the newest copy always stays
             if step.info.step in stays:
                 continue
             self._let_saves_go_first()
