@@ -39,8 +39,7 @@ Format = Literal[
 _HEAD_BYTES = 16
 _DEEPSPEED_LATEST, _MEGATRON_LATEST = "latest", "latest_checkpointed_iteration.txt"
 _MAX_POINTER_BYTES = 1024
-_MEGATRON_STEP = "iter_{:07d}"
-_NUMBERED = (_MEGATRON_STEP, "global_step_{}")
+_NUMBERED = ("iter_{:07d}", "global_step_{}")
 """Folders of Megatron, and of the open-source ByteCheckpoint, whose pointer has Megatron's name."""
 _STEP_FOLDERS = ("global_step{}", *_NUMBERED, "checkpoint-{}")
 """Names of step folders: DeepSpeed, Megatron, the open-source ByteCheckpoint, the Trainer of transformers."""
@@ -76,6 +75,7 @@ def find_step(store: Store, step: int | None, listing: Mapping[str, int | None])
 
 
 def _latest(store: Store, listing: Mapping[str, int | None]) -> list[str]:
+    """Returns the names that folders of the step may have which tracker files in the root name."""
     names = []
     for pointer in (_DEEPSPEED_LATEST, _MEGATRON_LATEST):
         num_bytes = listing.get(pointer)

@@ -12,16 +12,17 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.paths import check_name, join_name
 from bytecheckpoint.storage.store import Store
 
 BLOCK_BYTES = 4096
 _MAX_BLOCKS = 256
 """Blocks in the cache of a file; together a MiB."""
+_READ_AHEAD = 32
 
 
 class FileReader:
-    """Reads ranges of a file of known length, with a cache of blocks."""
+    """Reads ranges of a file of known length, with a cache of blocks. Each read is one request at most."""
 
     def __init__(self, store: Store, name: str, byte_length: int) -> None:
         self.store = store
@@ -47,22 +48,30 @@ class FileReader:
         first, last = byte_offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         if last - first > _MAX_BLOCKS // 2:
             return self._read(byte_offset, byte_length)
-        content = b"".join(map(self._block, range(first, last)))
+        missing = [number for number in range(first, last) if number not in self._blocks]
+        if missing:
+            self._fetch(missing)
+        content = b"".join(self._blocks[number] for number in range(first, last))
+        while len(self._blocks) > _MAX_BLOCKS:
+            self._blocks.popitem(last=False)
         start = byte_offset - first * BLOCK_BYTES
         return content[start : start + byte_length]
 
     def read_all(self) -> bytes:
         return self.read(0, self.byte_length)
 
-    def _block(self, number: int) -> bytes:
-        block = self._blocks.get(number)
-        if block is None:
-            start = number * BLOCK_BYTES
-            block = self._read(start, min(BLOCK_BYTES, self.byte_length - start))
-            self._blocks[number] = block
-            if len(self._blocks) > _MAX_BLOCKS:
-                self._blocks.popitem(last=False)
-        return block
+    def _fetch(self, missing: list[int]) -> None:
+        """Reads these blocks, and what lies between them, into the cache. Reads ahead if they follow a block that is in
+        it: small archives lie one after the other.
+        """
+        if missing[0] - 1 in self._blocks:
+            ahead = range(missing[-1] + 1, min(missing[-1] + 1 + _READ_AHEAD, -(-self.byte_length // BLOCK_BYTES)))
+            missing += [number for number in ahead if number not in self._blocks]
+        start, end = missing[0] * BLOCK_BYTES, min((missing[-1] + 1) * BLOCK_BYTES, self.byte_length)
+        content = self._read(start, end - start)
+        for number in missing:
+            at = number * BLOCK_BYTES - start
+            self._blocks[number] = content[at : at + BLOCK_BYTES]
 
     def _read(self, byte_offset: int, byte_length: int) -> bytes:
         content = bytearray(byte_length)
@@ -113,6 +122,16 @@ def too_much(path: str, what: str) -> UnsafeCheckpointError:
         kind="limits_exceeded",
         path=path,
     )
+
+
+def checked_name(name: str, path: str) -> str:
+    """Returns the name of a file that the one at `path` gives. Raises UnsafeCheckpointError (path_escape) if it could
+    lead out of the folder.
+    """
+    try:
+        return check_name(name)
+    except UnsafeCheckpointError as error:
+        raise with_path(error, path) from error
 
 
 def with_path(error: CheckpointError, path: str) -> CheckpointError:

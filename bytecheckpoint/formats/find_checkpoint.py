@@ -113,12 +113,7 @@ def _find_foreign(
     if not name:
         return None
     above = opening.store(parent)
-    try:
-        num_bytes = above.list("").get(name)
-    except StorageError as error:
-        if error.kind != "permission":
-            raise
-        return None  # the path was looked at, and nothing is there: the folder above is not a concern of the caller's
+    num_bytes = _list_above(above).get(name)
     if num_bytes is None:
         return None
     found = _in_hub(FoundCheckpoint(above, "", None, levels=1), parent, opening)
@@ -134,11 +129,23 @@ def _in_hub(found: FoundCheckpoint, path: str, opening: Opening) -> FoundCheckpo
     if snapshots != "snapshots" or not revision or found.folder:
         return found
     store = opening.store(model)
-    if "blobs" not in store.list(""):
+    if "blobs" not in _list_above(store):
         return found
     folder = f"{snapshots}/{revision}"
     place = found.foreign and found.foreign._replace(folder=folder)
     return FoundCheckpoint(store, folder, place, levels=found.levels + _HUB_LEVELS)
+
+
+def _list_above(above: Store) -> Mapping[str, int | None]:
+    """Returns the listing of a folder above the path that was given; an empty one if it may not be listed: it is no
+    concern of a caller who may read the path.
+    """
+    try:
+        return above.list("")
+    except StorageError as error:
+        if error.kind != "permission":
+            raise
+        return {}
 
 
 def from_root(path: str) -> str:

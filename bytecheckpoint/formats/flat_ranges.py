@@ -81,8 +81,7 @@ def partition_length(num_items: int, num_ranks: int, alignment: int) -> int:
     """Returns the number of elements that each rank has of flat memory, which is padded so that this number is a
     multiple of `alignment`.
     """
-    total = -(-num_items // (alignment * num_ranks)) * alignment * num_ranks
-    return total // num_ranks
+    return -(-num_items // (alignment * num_ranks)) * alignment
 
 
 def shared_runs(placed: FlatTensor, part: int, buffers: Sequence[FlatBuffer], *, item_bytes: int) -> Iterator[FlatRun]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from bytecheckpoint.formats.torch_save.unpickler_globals import (
 )
 from bytecheckpoint.info import LEFT_OUT
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, tensor_record
-from bytecheckpoint.manifest.plain_wire import INT64, MAX_DEPTH, TensorRef, join_fqn
+from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, MSGPACK_INTS, TensorRef, join_fqn
 
 MAX_PIECES = 1 << 20
 """Most pieces of all tensors beyond the parts that files name: a view of few bytes can have 10,000s of them."""
@@ -272,9 +272,9 @@ class _PlainWalk:
         return self._items(value, fqn, levels_left)
 
     def _items(self, value: Mapping[Any, Any], fqn: str, levels_left: int) -> dict[Any, Any]:
-        kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        kept: dict[Any, Any] = type(value)() if isinstance(value, OrderedDict | Counter) else {}
         for key, item in value.items():
-            is_kept = type(key) is str or (type(key) is int and key in INT64)
+            is_kept = type(key) is str or (type(key) is int and key in MSGPACK_INTS)
             name = key if is_kept else str(key)
             child = join_fqn(fqn, name)
             found = self.plain(item, child, levels_left - 1)

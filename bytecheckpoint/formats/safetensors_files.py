@@ -16,12 +16,12 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.formats.file_reader import FileReader, conflicting, damaged, too_much, with_path
+from bytecheckpoint.formats.file_reader import FileReader, checked_name, conflicting, damaged, too_much, with_path
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import Region
-from bytecheckpoint.storage.paths import check_name, join_name
+from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.safetensors_header import SafetensorsHeader, StoredEntry, read_header, torch_dtype_of
 
 SUFFIX = ".safetensors"
@@ -123,7 +123,7 @@ def read_index(source: SourceFolder, name: str) -> dict[str, str]:
     if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
         raise damaged(content.path, "it has no weight_map from names to files")
     for file in set(weights.values()):
-        check_name(file)
+        checked_name(file, content.path)
     return weights
 
 

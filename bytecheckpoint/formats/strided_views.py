@@ -1,4 +1,6 @@
-"""Chunks of raw bytes for a view of a storage: one if it lies row-major, else one for each run of elements."""
+"""Chunks of raw bytes for a view of a storage: one if it lies row-major, else one for each run of elements. The views
+here have elements: one without has no chunks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ MAX_CHUNKS = 1 << 16
 
 
 def end_item(shape: Sequence[int], strides: Sequence[int], item_offset: int) -> int:
-    """Returns one past the highest element of the storage that a view, which is not empty, uses."""
+    """Returns one past the highest element of the storage that a view uses."""
     reach = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
     return item_offset + reach + 1
 
@@ -33,7 +35,7 @@ def num_outer_dims(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 def num_chunks(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Returns the number of chunks of `strided_chunks`."""
-    return prod(shape[: num_outer_dims(shape, strides)]) if prod(shape) else 0
+    return prod(shape[: num_outer_dims(shape, strides)])
 
 
 def strided_chunks(
@@ -44,8 +46,6 @@ def strided_chunks(
     inner = tuple(shape[num_outer:])
     lengths = (1,) * num_outer + inner
     num_bytes = prod(inner) * item_bytes
-    if not prod(shape):
-        return
     for indices in product(*map(range, shape[:num_outer])):
         at = byte_offset + item_bytes * sum(map(int.__mul__, indices, strides))
         yield Chunk(Region(indices + (0,) * len(inner), lengths), file, at, num_bytes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytecheckpoint.manifest.plain_wire import INT64, TensorRef
+from bytecheckpoint.manifest.plain_wire import MSGPACK_INTS, TensorRef
 
 BY_POSITION = "by_position"
 """Key of a tree whose parameters are called "0", "1", ... as they follow one another in the groups."""
@@ -55,7 +55,7 @@ def _tree_of_nested(state: Any, groups: Any) -> dict[str, Any] | None:
     if not all(isinstance(values, dict) for values in state.values()):
         return None
     keys = [key for group in groups for key in group["params"]]
-    if not all(type(key) is str or (type(key) is int and key in INT64) for key in keys):
+    if not all(type(key) is str or (type(key) is int and key in MSGPACK_INTS) for key in keys):
         return None
     names = _names(groups)
     is_by_position = names is None and all(type(key) is int for key in keys)

@@ -64,10 +64,8 @@ def read_branch(store: Store) -> Branch:
         return Branch()
     except UnsafeCheckpointError:
         raise
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # without it, steps that were left would be restored, and good ones deleted
+    except (ValueError, RecursionError) as error:
+        # Without the record, steps that were left would be restored, and good ones deleted.
         raise CheckpointCorruptError(
             f"{join_name(str(store), BRANCH_NAME)}, which lists the steps that training left when it went back to an "
             f"earlier one, is damaged ({error}); no step was restored or deleted: delete the steps of that list that "

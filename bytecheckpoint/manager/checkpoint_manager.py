@@ -107,7 +107,7 @@ class CheckpointManager:
         self._memory = MemorySteps(memory_policy, self._saves, self._run, self._options, decisions=self._decisions)
         self._due = DueSteps(save, self._saves, decisions=self._decisions, goodput=self._goodput, owned=self._owned)
         self._goodput.earlier_save_s = opened.save_s
-        self._saves.begin_at(opened.newest, opened.abandoned)
+        self._saves.note_start(opened.newest, opened.abandoned)
         deadlines = save_policies.deadlines_of(save)
         self._requests = StopRequests(
             self._options.signals,

@@ -32,7 +32,7 @@ def copy_step(
     target_folder: str,
     *,
     may_replace: Collection[str] = (),
-    on_file: Callable[[], object] = bool,
+    on_file: Callable[[], object] = lambda: None,
 ) -> bool:
     """Copies a committed checkpoint and its metrics into a folder of another store; returns False if the checkpoint was
     there already, and then copies only telemetry and metrics that are new.

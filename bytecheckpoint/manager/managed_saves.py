@@ -140,7 +140,7 @@ class ManagedSaves:
         self.prepared = PreparedState()
         """State that was gathered ahead of the next save."""
 
-    def begin_at(self, step: int | None, abandoned: Collection[int]) -> None:
+    def note_start(self, step: int | None, abandoned: Collection[int]) -> None:
         """Notes the restored step, or before a restore the newest committed one (None if there is none), and the steps
         of branches that training left.
         """
@@ -161,7 +161,7 @@ class ManagedSaves:
 
     def go_on_from(self, step: int, branch: Branch, *, was_resumed: bool) -> None:
         """Notes the restored step, and the branch that begins there; `was_resumed`: the restore looked at memory."""
-        self.begin_at(step, branch.abandoned)
+        self.note_start(step, branch.abandoned)
         self.durable_step, self.memory_step, self.has_left_memory = step, None, not was_resumed
         self.new_branch = None if self._options.read_only else branch
 

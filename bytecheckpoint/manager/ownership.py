@@ -10,7 +10,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -65,8 +65,8 @@ class Claim(msgspec.Struct, frozen=True):
     save_id_prefix: str
     host: str
     pid: int
-    time: float
-    """Seconds since 1970 by the clock of the storage."""
+    time: Annotated[float, msgspec.Meta(ge=0.0, le=step_records.MAX_TIME)]
+    """Seconds since 1970 by the clock of the storage. A claim with a time that is no date counts as damaged."""
 
 
 class Generation(NamedTuple):
@@ -104,7 +104,7 @@ class Generation(NamedTuple):
         found = _read_claim(store, self.number)
         return found is not None and found.save_id_prefix == self.save_id_prefix
 
-    def clear_earlier(self, *, before_folder: Callable[[], object] = bool) -> None:
+    def clear_earlier(self, *, before_folder: Callable[[], object]) -> None:
         """Deletes what saves of earlier generations left uncommitted, then the claims of these generations.
         `before_folder` is called before each folder of a step is looked through.
 
@@ -156,7 +156,7 @@ def _read_claim(store: Store, number: int) -> Claim | None:
     """Returns the claim of a generation; None if it is gone, damaged or too long."""
     try:
         return msgspec.json.decode(read_whole(store, _claim_name(number), max_bytes=_MAX_BYTES), type=Claim)
-    except (CheckpointNotFoundError, UnsafeCheckpointError, msgspec.DecodeError):
+    except (CheckpointNotFoundError, UnsafeCheckpointError, msgspec.DecodeError, RecursionError):
         return None
 
 

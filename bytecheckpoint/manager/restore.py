@@ -53,7 +53,7 @@ def choose_step(
     store: Store, step: int | Literal["latest"], candidates: Iterable[int], *, failed: Mapping[int, str]
 ) -> RestoreChoice:
     """Returns the step to restore. `candidates` are the steps that are not abandoned, newest first; `failed` are those
-    that did not load in this call of `restore`, each with the reason.
+    that did not load, or were passed over, earlier in this call of `restore`, each with the reason.
 
     The choice has no step if the store has no checkpoint. Raises CheckpointNotFoundError if a given step is not there,
     or if every candidate failed or was passed over; CheckpointMismatchError (conflict) if `step` is no step number, or

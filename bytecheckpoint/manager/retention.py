@@ -111,7 +111,7 @@ def _warn_of_damaged(step: int, error: CheckpointError) -> None:
 class DeletionPace:
     """Limits the number of objects deleted per second, and lets deletions pause. For one deletion at a time."""
 
-    def __init__(self, before_request: Callable[[], object] = bool) -> None:
+    def __init__(self, before_request: Callable[[], object] = lambda: None) -> None:
         """`before_request` is called before each request of a deletion, and may wait."""
         self._before_request = before_request
         self._next_s = time.monotonic()
@@ -272,7 +272,7 @@ def _read_journal(store: Store, name: str) -> DeletionJournal | None:
         journal = msgspec.json.decode(read_whole(store, name, max_bytes=_MAX_JOURNAL_BYTES), type=DeletionJournal)
     except CheckpointNotFoundError:
         return None  # finished by another process
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         logger.warning("%s is damaged (%s) and counts as absent", join_name(str(store), name), error)
         return None
     is_ours = journal.save_id and (not journal.folder or layout.parse_step(journal.folder) is not None)

@@ -165,8 +165,12 @@ def needed_to_stop_s(now: StepInfo, saved: Sequence[StepInfo]) -> float:
     """Returns the seconds that one more step and its save are expected to take: the total of the last save and the
     longest step so far, each 0 if it is not known.
     """
-    totals = (info.seconds["total"] for info in reversed(saved) if "total" in info.seconds)
-    return next(totals, 0.0) + now.seconds.get("step", 0.0)
+    return _last_seconds(saved, "total") + now.seconds.get("step", 0.0)
+
+
+def _last_seconds(saved: Sequence[StepInfo], name: str) -> float:
+    """Returns the seconds of this name of the newest step that has them; 0.0 if none has."""
+    return next((info.seconds[name] for info in reversed(saved) if name in info.seconds), 0.0)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -278,10 +282,7 @@ class Overhead(_JoinableSavePolicy):
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
         """Returns True if no save is in flight, and the stall of the last is at most this share of the time since."""
-        if not saved:
-            return True
-        stalls = (info.seconds["stall"] for info in reversed(saved) if "stall" in info.seconds)
-        return saved[-1].committed and max(now.time - saved[-1].time, 0.0) >= next(stalls, 0.0) / self.fraction
+        return CostBudget(self.fraction).due(now, saved)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -303,7 +304,7 @@ class CostBudget(_JoinableSavePolicy):
         """Returns True if no save is in flight, and the time since the last one is worth another save."""
         if not saved:
             return True
-        stall = next((info.seconds["stall"] for info in reversed(saved) if "stall" in info.seconds), 0.0)
+        stall = _last_seconds(saved, "stall")
         interval = max(stall / self.budget, math.sqrt(2 * stall * (self.mtbf_s or 0.0)))
         return saved[-1].committed and max(now.time - saved[-1].time, 0.0) >= interval
 

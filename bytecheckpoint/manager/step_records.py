@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -192,23 +192,13 @@ def is_pinned(store: Store, folder: str) -> bool:
     return PIN_NAME in store.list(folder)
 
 
-def find_step(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> StepInfo | None:
-    """Returns the first of the steps, in the order of `list_steps`, for which `choose` returns True; None if there is
-    none. If the checkpoint of that step was replaced after its record was written, calls `choose` again with steps
-    that are read from all manifests.
-    """
-    found = _first_chosen(list_steps(store), choose)
-    if found is not None and layout.committed_save_id(store, layout.step_folder(found.step)) != found.save_id:
-        return _first_chosen(list_steps(store, reads_manifests=True), choose)
-    return found
-
-
 def find_checkpoint(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> CheckpointInfo | None:
-    """Returns the checkpoint of the step that `find_step` finds; None if there is none. One that is deleted or replaced
-    meanwhile is no candidate any more. Raises StorageError (unavailable) if that happens `_ATTEMPTS` times in a row.
+    """Returns the checkpoint of the first step, in the order of `list_steps`, for which `choose` returns True; None if
+    there is none. One that is deleted or replaced meanwhile is no candidate any more. Raises StorageError (unavailable)
+    if that happens `_ATTEMPTS` times in a row.
     """
     for _ in range(_ATTEMPTS):
-        found = find_step(store, choose)
+        found = _find_step(store, choose)
         if found is None:
             return None
         folder = layout.step_folder(found.step)
@@ -225,19 +215,21 @@ def find_checkpoint(store: Store, choose: Callable[[Sequence[StepInfo]], Sequenc
     )
 
 
+def _find_step(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> StepInfo | None:
+    """Returns the first chosen step. If its checkpoint was replaced after its record was written, calls `choose` again
+    with steps that are read from all manifests.
+    """
+    found = _first_chosen(list_steps(store), choose)
+    if found is not None and layout.committed_save_id(store, layout.step_folder(found.step)) != found.save_id:
+        return _first_chosen(list_steps(store, reads_manifests=True), choose)
+    return found
+
+
 def _first_chosen(
     steps: Sequence[StoredStep], choose: Callable[[Sequence[StepInfo]], Sequence[bool]]
 ) -> StepInfo | None:
     infos = [step.info for step in steps]
     return next((info for info, is_chosen in zip(infos, choose(infos), strict=True) if is_chosen), None)
-
-
-class _Reading(NamedTuple):
-    """The way in which the steps of a store are read."""
-
-    store: Store
-    reads_manifests: bool
-    on_damaged: Callable[[int, CheckpointError], object]
 
 
 def _warn_of_damaged(step: int, error: CheckpointError) -> None:
@@ -256,25 +248,37 @@ def list_steps(
     Without `reads_manifests`, the record of a step is read in place of its manifest: damage is not seen then, nor that
     a program without a manager has replaced the checkpoint.
     """
-    reading = _Reading(store, reads_manifests, on_damaged)
     abandoned = read_abandoned(store)
-    steps = layout.steps_of_root(store)
-    found = map_jobs(lambda step: _read_step(reading, step, abandoned.get(step, "")), steps, num_threads=_IN_FLIGHT)
-    return sorted((step for step in found if step), key=lambda step: (not step.is_abandoned, step.info.step))
+
+    def read(step: int) -> StoredStep | None:
+        return read_step(store, step, abandoned.get(step), reads_manifest=reads_manifests, on_damaged=on_damaged)
+
+    found = map_jobs(read, layout.steps_of_root(store), num_threads=_IN_FLIGHT)
+    return ordered([step for step in found if step])
 
 
-def read_step(store: Store, step: int, *, reads_manifest: bool = False) -> StoredStep | None:
-    """Returns a committed step, not marked as abandoned; None if it was deleted or (with a warning) is damaged."""
-    return _read_step(_Reading(store, reads_manifest, _warn_of_damaged), step, "")
+def ordered(steps: Collection[StoredStep]) -> list[StoredStep]:
+    """Returns the steps in the order for policies: oldest first, abandoned ones before all others."""
+    return sorted(steps, key=lambda step: (not step.is_abandoned, step.info.step))
 
 
-def _read_step(reading: _Reading, step: int, abandoned_save_id: str) -> StoredStep | None:
-    store, folder = reading.store, layout.step_folder(step)
+def read_step(
+    store: Store,
+    step: int,
+    abandoned_save_id: str | None = None,
+    *,
+    reads_manifest: bool = False,
+    on_damaged: Callable[[int, CheckpointError], object] = _warn_of_damaged,
+) -> StoredStep | None:
+    """Returns a committed step, marked as abandoned if it has this save id; None if it was deleted or is damaged. The
+    other arguments are those of `list_steps`.
+    """
+    folder = layout.step_folder(step)
     listing = store.list(folder)
     reports = _read_reports(store, folder) if METRICS_FOLDER in listing else []
     record = next((record for record in reports if _is_of_save(record)), None)
     try:
-        if reading.reads_manifests or record is None or len({report.save_id for report in reports}) > 1:
+        if reads_manifest or record is None or len({report.save_id for report in reports}) > 1:
             found = _record_of(describe_checkpoint(layout.read_manifest(store, folder), path=folder, seconds={}))
             record = next((item for item in reports if item.save_id == found.save_id and _is_of_save(item)), None)
         else:
@@ -284,7 +288,7 @@ def _read_step(reading: _Reading, step: int, abandoned_save_id: str) -> StoredSt
     except StorageError:
         raise  # the step may be good
     except CheckpointError as error:
-        reading.on_damaged(step, error)
+        on_damaged(step, error)
         return None
     metrics = _merge_metrics(found, reports)
     basis = record or found
@@ -387,7 +391,7 @@ def _read(store: Store, name: str, kind: type[T]) -> T | None:
         return msgspec.json.decode(read_whole(store, name, max_bytes=MAX_RECORD_BYTES), type=kind)
     except CheckpointNotFoundError:
         return None
-    except (msgspec.DecodeError, UnsafeCheckpointError) as error:
+    except (msgspec.DecodeError, RecursionError, UnsafeCheckpointError) as error:
         if isinstance(error, UnsafeCheckpointError) and error.kind != "limits_exceeded":
             raise
         logger.warning("%s is damaged (%s) and counts as absent", join_name(str(store), name), error)

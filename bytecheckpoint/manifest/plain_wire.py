@@ -23,8 +23,8 @@ MAX_DIMS = 64
 
 TUPLE, PAIRS, COMPLEX, SIZE, DTYPE, TENSOR, ARRAY, SCALAR, REF, BIG_INT, ORDERED, COUNTER = range(1, 13)
 """Codes of the extension types."""
-INT64 = range(-(1 << 63), 1 << 64)
-"""The integers that msgpack holds."""
+MSGPACK_INTS = range(-(1 << 63), 1 << 64)
+"""The integers that msgpack holds: those of int64 and of uint64."""
 _MAX_INT_BITS = 14_284
 """Longer integers may have more than 4,300 decimal digits, which Python neither writes nor reads."""
 WRITTEN_AS_THEY_ARE = frozenset({type(None), bool, float, bytes})
@@ -78,7 +78,7 @@ def to_wire(value: Any, fqn: str, leaves: LeafEncoder, levels_left: int) -> Any:
     if kind is str:
         return checked_text(value, fqn)
     if kind is int:
-        return value if value in INT64 else _big_int_to_wire(value, fqn)
+        return value if value in MSGPACK_INTS else _big_int_to_wire(value, fqn)
     if kind in leaves.tensor_types:
         return leaves.encode_tensor(fqn, value)
     if kind is TensorRef:
@@ -100,7 +100,9 @@ def to_wire(value: Any, fqn: str, leaves: LeafEncoder, levels_left: int) -> Any:
 
 def _are_written_as_they_are(items: Sequence[Any]) -> bool:
     kinds = set(map(type, items))
-    return kinds <= WRITTEN_AS_THEY_ARE or (kinds == {int} and min(items) in INT64 and max(items) in INT64)
+    return kinds <= WRITTEN_AS_THEY_ARE or (
+        kinds == {int} and min(items) in MSGPACK_INTS and max(items) in MSGPACK_INTS
+    )
 
 
 def dict_to_wire(value: Mapping[Any, Any], fqn: str, leaves: LeafEncoder, levels_left: int) -> Any:
@@ -152,7 +154,7 @@ def check_key(key: object, fqn: str) -> None:
         return
     if type(key) not in (str, int):
         raise unsupported(fqn, f"a dict with a key of type {type(key).__name__}, {key!r}", "use str or int keys")
-    if isinstance(key, int) and key not in INT64:
+    if isinstance(key, int) and key not in MSGPACK_INTS:
         raise unsupported(fqn, f"a dict with the key {key}, which takes more than 64 bits", "use str keys")
     checked_text(str(key), f"{fqn}, in its key {key!r},")
 

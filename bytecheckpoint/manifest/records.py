@@ -7,7 +7,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -83,10 +82,6 @@ class TensorRecord(NamedTuple):
     byte_lengths: Sequence[int]
     codecs: Sequence[str] = ()
     """Empty where no chunk is compressed."""
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
 
     @property
     def num_chunks(self) -> int:

@@ -64,15 +64,6 @@ class TensorSizes(NamedTuple):
     byte_lengths: np.ndarray
 
 
-class _Sizes(NamedTuple):
-    """Sizes of all tensors, for `TensorTable.sole_chunks`."""
-
-    is_sole: np.ndarray
-    first_chunks: np.ndarray
-    byte_lengths: np.ndarray
-    """Bytes of all elements."""
-
-
 class TensorTable(Mapping[str, TensorRecord]):
     """The tensors of a manifest by FQN, as columns, and the files in which their chunks lie.
 
@@ -167,11 +158,6 @@ class TensorTable(Mapping[str, TensorRecord]):
                 )
                 raise self._shared_bytes([int(chunks[number]) for number in found])
 
-    def _refuse_shared_bytes(self, spans: Spans, first_chunk: int = 0) -> None:
-        found = None if self._may_share_bytes else find_shared_bytes(spans)
-        if found is not None:
-            raise self._shared_bytes([first_chunk + chunk for chunk in found])
-
     def _shared_bytes(self, chunks: Sequence[int]) -> CheckpointCorruptError:
         """Makes the error for two chunks that share bytes."""
         fqns = list(self._indices)
@@ -212,10 +198,14 @@ class TensorTable(Mapping[str, TensorRecord]):
         )
 
     def _checked_slice(self, fqn: str) -> Columns:
+        """Returns the columns of one tensor, once its own chunks are checked."""
         index = self._indices[fqn]
         columns = self._slice(index, index + 1)
         if index not in self._checked:
-            self._refuse_shared_bytes(check_chunks(columns, self._bounds, [fqn]), self._first_chunks[index])
+            spans = check_chunks(columns, self._bounds, [fqn])
+            found = None if self._may_share_bytes else find_shared_bytes(spans)
+            if found is not None:
+                raise self._shared_bytes([self._first_chunks[index] + chunk for chunk in found])
             self._checked.add(index)
         return columns
 
@@ -290,10 +280,11 @@ class TensorTable(Mapping[str, TensorRecord]):
         """Returns an entry for each of these tensors, with the chunk of those that consist of one: nearly all of many
         small tensors do, and are checked together. `is_sole` is False for all if any chunk of the table is compressed.
         """
-        columns, bounds, sizes = self.columns, self._bounds, self._sizes
+        columns, bounds = self.columns, self._bounds
+        sole, first_chunks = self._sole
         tensors = np.fromiter(map(self._indices.__getitem__, fqns), np.int64, len(fqns))
-        is_sole, byte_lengths = sizes.is_sole[tensors], sizes.byte_lengths[tensors]
-        chunks = sizes.first_chunks[tensors[is_sole]]
+        is_sole, byte_lengths = sole[tensors], self.sizes.byte_lengths[tensors]
+        chunks = first_chunks[tensors[is_sole]]
         files, byte_offsets = np.zeros(len(fqns), np.int64), np.zeros(len(fqns), np.int64)
         files[is_sole], byte_offsets[is_sole] = columns.files[chunks], columns.byte_offsets[chunks]
         # A number that an int64 does not hold has become negative.
@@ -307,14 +298,12 @@ class TensorTable(Mapping[str, TensorRecord]):
         return SoleChunks(is_sole, files, byte_offsets, byte_lengths)
 
     @cached_property
-    def _sizes(self) -> _Sizes:
-        columns = self.columns
-        has_raw_bytes = not len(columns.byte_lengths)
-        return _Sizes(
-            is_sole=columns.is_grid & (columns.num_chunks == 1) & has_raw_bytes,
-            first_chunks=np.array(self._first_chunks, np.int64),
-            byte_lengths=self.sizes.byte_lengths,
-        )
+    def _sole(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each tensor True if it consists of one chunk, and none of the table is compressed; and the number of its
+        first chunk.
+        """
+        is_sole = self.columns.is_grid & (self.columns.num_chunks == 1) & (not len(self.columns.byte_lengths))
+        return is_sole, np.array(self._first_chunks, np.int64)
 
     @cached_property
     def sizes(self) -> TensorSizes:

@@ -256,6 +256,16 @@ def test_what_is_missing_or_cut_in_other_ways_is_said(tmp_path: Path, classes: A
     (folder / "mp_rank_01_model_states.pt").write_bytes(b"")
     assert kind_of() == "unsupported_version"
     (folder / "mp_rank_01_model_states.pt").unlink()
+    (folder / "layer_00-model_00-model_states.pt").write_bytes(b"")
+    assert kind_of() == "unsupported_version"
+    (folder / "layer_00-model_00-model_states.pt").unlink()
+    first = folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    of_first = torch.load(first, weights_only=False)
+    of_first["optimizer_state_dict"]["ds_zero_partition_groups"] = [[0], [1]]
+    torch.save(of_first, first)
+    assert kind_of() == "unsupported_version"
+    del of_first["optimizer_state_dict"]["ds_zero_partition_groups"]
+    torch.save(of_first, first)
     (folder / "mp_rank_00_model_states.pt").unlink()
     assert kind_of() == "missing_file"
     torch.save({"module": {}, "param_shapes": [{"a.weight": (500,)}]}, folder / "mp_rank_00_model_states.pt")

@@ -93,9 +93,9 @@ def test_a_snapshot_that_was_copied_without_its_blobs_is_said_to_have_dead_links
         bcp.open(tmp_path / "copy")
 
 
-def test_nothing_there_is_not_found_though_the_folder_above_must_not_be_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def unlisted_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the folder of the test not be listed, as a policy for the objects below one prefix does."""
     listed = LocalStore.list
 
     def list_below(store: LocalStore, folder: str) -> Any:
@@ -104,9 +104,27 @@ def test_nothing_there_is_not_found_though_the_folder_above_must_not_be_listed(
         return listed(store, folder)
 
     monkeypatch.setattr(LocalStore, "list", list_below)
+
+
+@pytest.mark.usefixtures("unlisted_above")
+def test_nothing_there_is_not_found_though_the_folder_above_must_not_be_listed(tmp_path: Path) -> None:
     with pytest.raises(bcp.CheckpointNotFoundError) as caught:
         bcp.open(tmp_path / "nothing")
     assert caught.value.kind == "not_found"
+
+
+@pytest.mark.usefixtures("unlisted_above")
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_a_checkpoint_in_a_folder_called_snapshots_is_found_though_the_one_above_must_not_be_listed(
+    tmp_path: Path, is_foreign: bool
+) -> None:
+    path = tmp_path / "snapshots" / "run"
+    if is_foreign:
+        path.mkdir(parents=True)
+        save_file(TENSORS, path / "model.safetensors")
+    else:
+        bcp.save(path, dict(TENSORS))
+    assert_same(bcp.open(path).state_dict(), TENSORS)
 
 
 def test_a_folder_that_is_no_part_of_the_checkpoint_need_not_be_readable(

@@ -76,15 +76,18 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     torch.save(state, path)
 
 
-@pytest.mark.parametrize("other", ["optimizer", "distrib_optim.pt"])
-def test_optimizer_state_is_left_out_and_that_is_said(tmp_path: Path, other: str) -> None:
+@pytest.mark.parametrize(
+    "others", [["optimizer"], ["distrib_optim.pt"], ["layer_wise_optimizer_0.pt", "layer_wise_optimizer_1.pt"]]
+)
+def test_optimizer_state_is_left_out_and_that_is_said(tmp_path: Path, others: list[str]) -> None:
     folder = write(tmp_path / "c", truth(), Grid(tp=2))
-    if other == "optimizer":
+    if others == ["optimizer"]:
         rewrite(folder / "mp_rank_00", lambda state: state.update(optimizer={"state": {0: torch.ones(3)}}))
     else:
-        torch.save({}, folder / "mp_rank_00" / other)
+        for other in others:
+            torch.save({}, folder / "mp_rank_00" / other)
     checkpoint = bcp.open(folder)
-    assert other in checkpoint.info.metadata["left_out"]
+    assert all(other in checkpoint.info.metadata["left_out"] for other in others)
     assert not [name for name in checkpoint if name.startswith("optimizer")]
 
 

@@ -257,6 +257,7 @@ def test_a_hostile_index_is_one_clear_error(tmp_path: Path, case: str) -> None:
     with pytest.raises(bcp.CheckpointError) as caught:
         bcp.open(tmp_path)
     assert caught.value.kind == kind
+    assert caught.value.message.startswith(str(tmp_path))
 
 
 def test_two_checkpoints_in_one_folder_are_told_apart_by_path(tmp_path: Path) -> None:

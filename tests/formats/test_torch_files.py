@@ -146,6 +146,7 @@ def test_plain_data_comes_back_beside_the_tensors(tmp_path: Path) -> None:
         "set": {1},
         "path": Path("/a/b"),
         "here": Path(),
+        "numpy_dtype": np.dtype(">f4"),
         "args": argparse.Namespace(lr=0.1, layers=[1, 2]),
         "more": types.SimpleNamespace(name="x"),
         "none": None,
@@ -164,7 +165,7 @@ def test_plain_data_comes_back_beside_the_tensors(tmp_path: Path) -> None:
     assert (objects["complex"], objects["bytes"], objects["large"]) == (1 + 2j, b"\x00\xff", 1 << 70)
     assert (objects["set"], objects["path"], objects["here"], objects["none"]) == ([1], "/a/b", ".", None)
     assert (objects["args.lr"], objects["args.layers"], objects["more.name"]) == (0.1, [1, 2], "x")
-    assert objects["7"] == "number"
+    assert (objects["7"], objects["numpy_dtype"]) == ("number", ">f4")
     loaded = {"epoch": 0, "nested": {"tuple": (0, "", 1), "tensor": torch.zeros(2), "list": [torch.ones(1), {"a": 0}]}}
     bcp.load(tmp_path / "checkpoint.pt", loaded)
     assert loaded["epoch"] == 3
@@ -173,12 +174,45 @@ def test_plain_data_comes_back_beside_the_tensors(tmp_path: Path) -> None:
     assert loaded["nested"]["list"][1] == {"a": 1}
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"param_groups": 5},
+        {"state": 3, "param_groups": []},
+        {"state": {}, "param_groups": [{"lr": 1.0}]},
+        {"state": {0: 1}, "param_groups": [{"params": [0]}]},
+        {"state": {}, "param_groups": [{"params": [1.5]}]},
+        {"state": {}, "param_groups": [{"params": [0]}, {"params": ["0"]}]},
+        {"state.w": 1, "param_groups.w.lr": 0.1},
+    ],
+)
+def test_what_only_resembles_the_state_of_an_optimizer_is_plain_data(tmp_path: Path, value: dict[str, Any]) -> None:
+    assert bcp.load_tree(save({"like": value}, tmp_path))["like"] == value
+
+
 @pytest.mark.parametrize("state", [({"a": 1, "b": 2}, None), ({"a": 1}, {"b": 2}), (None, {"a": 1, "b": 2})])
 def test_attributes_in_slots_and_beside_them_are_read(tmp_path: Path, state: tuple[Any, Any]) -> None:
     made = named("argparse", "Namespace") + b")" + NEW + encoded(state) + BUILD
     write_by_hand(tmp_path / "checkpoint.pt", encoded({"args": made}), num_items=1)
     objects = plain_leaves(bcp.open(tmp_path / "checkpoint.pt"))
     assert (objects["args.a"], objects["args.b"]) == (1, 2)
+
+
+def test_a_schedule_goes_on_with_the_counter_of_its_milestones(tmp_path: Path) -> None:
+    def schedule() -> torch.optim.lr_scheduler.SequentialLR:
+        optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+        warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
+        steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 3])
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, steps], milestones=[2])
+
+    alone, loaded = schedule(), schedule()
+    path = save({"schedule": alone.state_dict()}, tmp_path)
+    bcp.load(path, {"schedule": loaded})
+    assert bcp.load_tree(path)["schedule"]["_schedulers"][1]["milestones"] == Counter([1, 1, 3])
+    for _ in range(6):  # SequentialLR begins the second one with an explicit step, for which that asks its Counter
+        alone.optimizer.step(), loaded.optimizer.step()
+        alone.step(), loaded.step()
+        assert loaded.get_last_lr() == alone.get_last_lr()
 
 
 def test_a_value_that_is_no_dict_has_a_name(tmp_path: Path) -> None:
@@ -507,6 +541,10 @@ def test_the_format_before_torch_1_6_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_program_of_torchscript_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "program.pt"
     write_zip(path, {"archive/data.pkl": pickle.dumps({}, 2), "archive/constants.pkl": b"x"})
+    assert "TorchScript" in refused(path).message
+    with zipfile.ZipFile(path, "w") as archive:  # code of more than 200 characters is compressed
+        archive.writestr("archive/data.pkl", pickle.dumps({}, 2))
+        archive.writestr("archive/code/__torch__.py", b"x" * 300, zipfile.ZIP_DEFLATED)
     assert "TorchScript" in refused(path).message
 
 

@@ -25,8 +25,10 @@ from bytecheckpoint.errors import (
     CheckpointSaveError,
     StorageError,
 )
+from bytecheckpoint.manager.after_commit import retried_work
 from bytecheckpoint.manager.data import log_writer
-from bytecheckpoint.manager.data.log_objects import branches, earlier_objects
+from bytecheckpoint.manager.data.log_objects import branches, earlier_objects, logged_steps
+from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.open_store import open_store
 from distributed.workers import WorkerPool
 
@@ -197,6 +199,29 @@ def test_a_step_that_was_not_logged_is_refused(tmp_path: Path) -> None:
         assert manager.restore_data(trainer.state, step=5) == 5
 
 
+@pytest.mark.parametrize("request_name", ["list", "write"])
+def test_a_position_is_not_lost_when_a_request_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_name: str
+) -> None:
+    failures = [StorageError("passing", kind="unavailable")]
+    real = getattr(LocalStore, request_name)
+
+    def fail_once(store: LocalStore, *arguments: Any, **keywords: Any) -> Any:
+        if failures and threading.current_thread().name == "bcp-data-log":
+            raise failures.pop()
+        return real(store, *arguments, **keywords)
+
+    trainer = Trainer()
+    with manager_at(tmp_path) as manager:
+        monkeypatch.setattr(retried_work, "_SHORTEST_PAUSE_S", 0.01)
+        monkeypatch.setattr(LocalStore, request_name, fail_once)
+        manager.log_data(7, trainer.state)
+        manager.wait()  # until the first attempt has failed
+        manager.wait()
+        assert not failures
+        assert [logged.step for logged in manager.data_log()] == [7]
+
+
 def test_a_damaged_entry_counts_as_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = Trainer()
     with manager_at(tmp_path) as manager:
@@ -204,7 +229,8 @@ def test_a_damaged_entry_counts_as_absent(tmp_path: Path, caplog: pytest.LogCapt
             trainer.step(manager, step)
         manager.wait()
         newest = tmp_path / "manager" / "data_log" / log_objects(tmp_path)[-1]
-        for content in (b"no zlib", zlib.compress(b"no record"), newest.read_bytes()[:-4]):
+        nested = zlib.compress(b"\x81\xa1x" + b"\x91" * 100_000)
+        for content in (b"no zlib", zlib.compress(b"no record"), nested, newest.read_bytes()[:-4]):
             newest.write_bytes(content)
             assert manager.restore_data(trainer.state) == 6
         assert "count as absent" in caplog.text
@@ -426,6 +452,16 @@ def test_folders_of_the_log_are_found_newest_first(tmp_path: Path) -> None:
         (tmp_path / "manager" / "data_log" / name / "x").touch()
     store = open_store(str(tmp_path), storage_options=None, writer_threads=1)
     assert [name.rpartition("/")[2] for name in branches(store)] == newest_first
+
+
+def test_a_step_counts_as_logged_if_each_rank_has_an_object(tmp_path: Path) -> None:
+    folder = tmp_path / "manager" / "data_log" / "00000001-0000"
+    folder.mkdir(parents=True)
+    for name in ("00000005-00000-of-00002", "00000005-00002-of-00002", "00000004-00001-of-00002"):
+        (folder / name).touch()
+    (folder / "00000004-00000-of-00002").touch()
+    store = open_store(str(tmp_path), storage_options=None, writer_threads=1)
+    assert [logged.step for logged in logged_steps(store, branches(store)[0])] == [4]
 
 
 def test_files_of_others_in_the_log_of_an_earlier_manager_stay(tmp_path: Path) -> None:

@@ -267,3 +267,15 @@ def test_a_damaged_manifest_holds_no_other_cut_off_deletion_up(tmp_path: Path) -
     assert finish_deletions(store, now=10.0) == 1
     assert [name for name in files_under(tmp_path) if name.startswith(step_folder(2))] == []
     assert len(store.list(retention.JOURNAL_FOLDER)) == 1
+
+
+@pytest.mark.parametrize("content", ["{", '{"x": ' + "[" * 100_000], ids=["cut off", "nested too deep"])
+def test_a_damaged_journal_is_named_and_counts_as_absent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
+) -> None:
+    store = fill(tmp_path, (1,))
+    (tmp_path / retention.JOURNAL_FOLDER).mkdir(parents=True)
+    (tmp_path / retention.JOURNAL_FOLDER / "a.json").write_text(content)
+    assert finish_deletions(store, now=10.0) == 0
+    assert "counts as absent" in caplog.text
+    assert bcp.steps(tmp_path) == [1]

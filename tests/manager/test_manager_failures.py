@@ -134,7 +134,9 @@ def test_the_time_that_close_gives_to_what_hangs_counts_once_for_deletions_and_c
 ) -> None:
     began: list[float] = []
 
-    def wait(_: RetriedWork, *, began: float, moments: list[float] = began, **limits: float) -> Exception | None:
+    def wait(work: RetriedWork, *, began: float, moments: list[float] = began, **limits: float) -> Exception | None:
+        if work._name == "bcp-data-log":
+            return None
         moments.append(began)
         return outcomes[len(moments) - 1]
 

@@ -39,13 +39,13 @@ def fill(root: Path, num_steps: int) -> None:
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Counts the steps whose records this thread reads."""
-    real, counts, this = step_records._read_step, [], threading.get_ident()
+    real, counts, this = step_records.read_step, [], threading.get_ident()
 
-    def read(*arguments: Any) -> StoredStep | None:
+    def read(*arguments: Any, **keywords: Any) -> StoredStep | None:
         counts.append("training" if threading.get_ident() == this else "background")
-        return real(*arguments)
+        return real(*arguments, **keywords)
 
-    monkeypatch.setattr(step_records, "_read_step", read)
+    monkeypatch.setattr(step_records, "read_step", read)
     return counts
 
 

@@ -12,6 +12,7 @@ import torch
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CheckpointSaveError, StorageError
 from bytecheckpoint.manager.ownership import claim
+from bytecheckpoint.storage import garbage
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
 
@@ -75,6 +76,28 @@ def test_a_save_whose_files_another_manager_has_cleared_names_that_manager(
     others[0].close()
 
 
+@pytest.mark.parametrize("keeps_data", [False, True])
+def test_a_checkpoint_that_commits_while_its_files_are_cleared_goes_unless_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_data: bool
+) -> None:
+    with bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(1)) as earlier:
+        earlier.save(1, {"weight": torch.ones(2)})
+    manifest = tmp_path / "step_00000001" / "manifest.bcp"
+    content = manifest.read_bytes()
+    manifest.unlink()
+    remove = garbage.remove
+
+    def commit_late(*arguments: Any) -> None:
+        if not keeps_data:
+            remove(*arguments)
+        manifest.parent.mkdir(exist_ok=True)
+        manifest.write_bytes(content)
+
+    monkeypatch.setattr(garbage, "remove", commit_late)
+    claim(store_at(tmp_path), time=2.0).clear_earlier(before_folder=lambda: None)
+    assert bcp.steps(tmp_path) == ([1] if keeps_data else [])
+
+
 def test_only_what_earlier_generations_left_uncommitted_is_cleared(tmp_path: Path) -> None:
     older = claim(store_at(tmp_path), time=1.0)
     newer = claim(store_at(tmp_path), time=2.0)
@@ -85,7 +108,7 @@ def test_only_what_earlier_generations_left_uncommitted_is_cleared(tmp_path: Pat
     others = leave_data(tmp_path, 3, "fedcba9876543210")
     user_file = tmp_path / "step_00000002" / "notes.txt"
     user_file.write_text("mine")
-    newer.clear_earlier()
+    newer.clear_earlier(before_folder=lambda: None)
     assert [path.exists() for path in (left, beside, own, others, user_file)] == [False, False, True, True, True]
     bcp.load(tmp_path, {"weight": torch.zeros(2)}, step=1)
     newer.check(outcome="")
@@ -93,7 +116,11 @@ def test_only_what_earlier_generations_left_uncommitted_is_cleared(tmp_path: Pat
         older.check(outcome="")
 
 
-@pytest.mark.parametrize("content", ["{", " " * (1 << 17)], ids=["damaged", "too long"])
+@pytest.mark.parametrize(
+    "content",
+    ["{", " " * (1 << 17), '{"x": ' + "[" * 50_000, '{"save_id_prefix": "a", "host": "h", "pid": 1, "time": 1e300}'],
+    ids=["damaged", "too long", "nested too deep", "a time that is no date"],
+)
 def test_a_damaged_claim_still_counts(tmp_path: Path, content: str) -> None:
     older = claim(store_at(tmp_path), time=1.0)
     (tmp_path / "manager" / "generations" / "00000002.json").write_text(content)

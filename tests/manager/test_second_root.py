@@ -15,7 +15,13 @@ from storage.s3_service import S3Service
 
 import bytecheckpoint as bcp
 from bytecheckpoint import keep_policies, save_policies
-from bytecheckpoint.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointSaveError, StorageError
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    StorageError,
+)
 from bytecheckpoint.manager.after_commit import background, retried_work, second_root
 
 EVERY = save_policies.EverySteps(1)
@@ -118,15 +124,20 @@ def test_a_step_that_waits_for_its_copy_is_not_deleted_and_the_next_attempt_copi
     assert caplog.text.count("is tried again") == 1
 
 
-def test_a_damaged_step_is_named_and_the_others_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_damaged_step_is_named_and_the_others_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_missing: bool
+) -> None:
     monkeypatch.setattr(background, "_FAILING_S", 0.2)
     with bcp.CheckpointManager(tmp_path / "here", save=EVERY) as manager:
         save_steps(manager, 1)
     for file in (tmp_path / "here" / "step_00000001" / "data").iterdir():
         file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+        if is_missing:
+            file.unlink()
     manager = manager_at(tmp_path, keep=keep_policies.All())
     save_steps(manager, 2)
-    with pytest.raises(CheckpointCorruptError, match="step_00000001"):
+    with pytest.raises(CheckpointNotFoundError if is_missing else CheckpointCorruptError, match="step_00000001"):
         manager.close()
     assert bcp.steps(tmp_path / "there") == [2]
 

@@ -106,12 +106,13 @@ def test_only_a_committed_step_is_pinned_leased_or_measured(store: Store, act, t
     assert sorted(files_under(tmp_path)) == before
 
 
+@pytest.mark.parametrize("content", ["{", '{"x": ' + "[" * 100_000])
 def test_a_damaged_record_is_named_and_counts_as_absent(
-    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
 ) -> None:
     step_records.write_record(store, folder(1), read_steps(store)[0])
     (path,) = (tmp_path / folder(1) / "metrics").iterdir()
-    path.write_text("{")
+    path.write_text(content)
     with caplog.at_level(logging.WARNING, "bytecheckpoint"):
         assert read_steps(store)[0].metrics == {"loss": 1.0}
     assert [str(path) in record.getMessage() for record in caplog.records] == [True]

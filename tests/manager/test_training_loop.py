@@ -139,6 +139,27 @@ def test_walk_back_restores_the_one_before_and_says_why(tmp_path: Path) -> None:
     bcp.load(tmp_path, state_at(0), step=4)
 
 
+def test_a_run_of_which_no_step_loads_does_not_begin_anew(tmp_path: Path) -> None:
+    train(tmp_path, 5)
+    saved = bcp.steps(tmp_path)
+    for step in saved:
+        damage(tmp_path, step)
+    with manager_at(tmp_path, options=bcp.ManagerOptions(walk_back=True)) as manager:
+        with pytest.raises(CheckpointNotFoundError, match=r"can be restored.*Nothing was deleted") as caught:
+            manager.restore(state_at(0))
+        assert all(f"step {step}: " in caught.value.message for step in saved)
+        assert manager.next_step == 0
+
+
+def test_the_best_step_needs_a_metric_where_no_policy_or_several_have_one(tmp_path: Path) -> None:
+    several = keep_policies.Best(1, "a") | keep_policies.Best(1, "b")
+    for keep, count in ((keep_policies.All(), 0), (several, 2)):
+        with bcp.CheckpointManager(tmp_path, keep=keep) as manager:
+            with pytest.raises(ValueError, match=f"keeps by {count} Best policies"):
+                manager.best()
+            assert manager.best("a") is None
+
+
 def test_a_step_of_a_newer_release_is_not_walked_back_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path, 3)
 

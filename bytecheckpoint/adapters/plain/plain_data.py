@@ -240,7 +240,7 @@ def _tensor_from_wire(value: Any) -> torch.Tensor:
 
 def _checked_pairs(pairs: Any) -> Any:
     """Returns the pairs. Raises ValueError for keys that no encoder writes: their hashes could be made to collide."""
-    if not all(type(key) is str or (type(key) is int and key in wire.INT64) for key, _ in pairs):
+    if not all(type(key) is str or (type(key) is int and key in wire.MSGPACK_INTS) for key, _ in pairs):
         raise ValueError("a dict has a key that is neither a text nor an integer of 64 bits")
     return pairs
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from bytecheckpoint.data.elastic_loader import ElasticLoader
-from bytecheckpoint.manifest.plain_wire import INT64
+from bytecheckpoint.manifest.plain_wire import MSGPACK_INTS
 
 _ITEMS = frozenset({type(None), bool, int, float, str, bytes})
 """Types of the items of a set: items of other types could be made to collide in their hashes."""
@@ -45,7 +45,7 @@ def tag_value(value: Any) -> Tagged | None:
     """
     kind = type(value)
     if kind is set or kind is frozenset:
-        if any(type(item) not in _ITEMS or (type(item) is int and item not in INT64) for item in value):
+        if any(type(item) not in _ITEMS or (type(item) is int and item not in MSGPACK_INTS) for item in value):
             return None
         return Tagged(f"@{kind.__name__}", sorted(value, key=lambda item: (type(item).__name__, repr(item))))
     if kind is timedelta:

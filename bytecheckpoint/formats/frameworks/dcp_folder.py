@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats import strided_views
-from bytecheckpoint.formats.file_reader import FileReader, damaged, not_readable, too_much
+from bytecheckpoint.formats.file_reader import FileReader, checked_name, damaged, not_readable, too_much
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks import megatron_dist
 from bytecheckpoint.formats.frameworks.dcp_metadata import DcpTensor, Item, Metadata, read_metadata
@@ -21,7 +21,7 @@ from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView, find
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.region import Region
-from bytecheckpoint.storage.paths import check_name, join_name
+from bytecheckpoint.storage.paths import join_name
 
 METADATA_NAME = ".metadata"
 _MAX_HEAD_BYTES = 4096
@@ -98,7 +98,7 @@ class _DcpFolder:
         items = [item for tensor in metadata.tensors.values() for _, item in tensor.chunks]
         for item in sorted((*items, *metadata.objects.values()), key=lambda item: item[:3]):
             if item.file not in self._files:
-                name = join_name(self._inside, check_name(item.file))
+                name = join_name(self._inside, checked_name(item.file, self.builder.path))
                 file = self._source.reader(name)
                 self._files[item.file] = self.builder.add_file(name, file.byte_length), file
             _, file = self._files[item.file]

@@ -136,10 +136,9 @@ def buffers_of(files: Sequence[SavedFile], views: Sequence[Any], what: str) -> t
 def _read_shared(files: _ZeroFiles, zero: ZeroBuilder) -> None:
     """Reads ZeRO 1 and 2: the parameters of a group follow one another, and each rank has an equal part of all."""
     first = files.states[0]
-    alignment = first.get("param_alignment_paddings")
-
+    paddings = first.get("param_alignment_paddings")
     for index, shapes in enumerate(files.shapes):
-        placed, end = flat_ranges.lay_out(list(shapes.values()), None if alignment is None else alignment[index])
+        placed, end = flat_ranges.lay_out(list(shapes.values()), None if paddings is None else paddings[index])
         part = flat_ranges.partition_length(end, len(files.saved), _ALIGNMENT)
         weights = [state["single_partition_of_fp32_groups"][index] for state in files.states]
         by_rank = [_state_of_group(state["base_optimizer_state"], index) for state in files.states]

@@ -59,15 +59,14 @@ def read_folder(source: SourceFolder) -> None:
 
 
 def _open(source: SourceFolder, folder: str) -> RankFile:
-    """Opens the file of a rank. Leaves out a file with optimizer state beside it."""
+    """Opens the file of a rank. Notes files with optimizer state beside it as left out."""
     inside = source.list(folder)
     name = next((file for file in _MODEL_FILES if inside.get(file) is not None), None)
     if name is None:
         raise missing_file(join_name(source.path, folder), f"has no {_MODEL_FILES[0]}")
     saved = source.open_dict(join_name(folder, name), find_megatron_value)
-    optimizer = next((file for file in sorted(inside) if _OPTIMIZER_FILES.match(file)), None)
-    if optimizer is not None:
-        source.builder.leave_out(join_name(folder, optimizer), _WHY_LEFT_OUT)
+    for file_name in sorted(filter(_OPTIMIZER_FILES.match, inside)):
+        source.builder.leave_out(join_name(folder, file_name), _WHY_LEFT_OUT)
     match = _RANK_FOLDER.match(folder)
     tp, *other_numbers = (int(number) for number in (match.groups() if match else ()) if number is not None)
     file = RankFile(Rank(tp, *[*other_numbers, 0, 0][:2]), folder, saved)

@@ -13,6 +13,7 @@ from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
 from bytecheckpoint.formats.file_reader import damaged
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.safetensors_files import read_files, read_index
+from bytecheckpoint.storage.paths import join_name
 
 TORCH_SOLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _STATE = re.compile(r"\A((?:optimizer|scheduler|scaler)(?:_\d{1,6})?)\.(?:pt|bin)\Z")
@@ -41,7 +42,7 @@ def read_torch_model(source: SourceFolder) -> None:
         saved = source.open(name)
         wanted = {fqn for fqn, file in weights.items() if file == name}
         if not isinstance(saved.value, dict) or not wanted <= saved.value.keys():
-            path = f"{source.path}/{TORCH_INDEX}"
+            path = join_name(source.path, TORCH_INDEX)
             raise damaged(path, f"tensors that it says are in {name!r:.200} are not there")
         saved.take_apart({fqn: item for fqn, item in saved.value.items() if weights.get(fqn, name) == name})
 

@@ -6,6 +6,7 @@ An archive is a part of a file, or all of it: torch's distributed checkpoints ho
 
 from __future__ import annotations
 
+import re
 import struct
 from contextlib import suppress
 from typing import NamedTuple
@@ -23,6 +24,7 @@ _LOCAL = struct.Struct("<4s5H3L2H")
 _LOCAL_CHECKSUM = 14
 _FULL_16, _FULL_32 = 0xFFFF, 0xFFFFFFFF
 _ZIP_64_EXTRA = 1
+_CODE = re.compile(r"\A[^/]+/code/")
 _ENCRYPTED = 1
 
 
@@ -42,6 +44,12 @@ class _ArchiveDirectory(NamedTuple):
     num_entries: int
     byte_length: int
     byte_offset: int
+
+
+def torchscript_error(path: str) -> CheckpointCorruptError:
+    """Returns the error for an archive of torch.jit.save."""
+    advice = "load it with torch.jit.load, and save its state_dict"
+    return not_readable(path, "it is a program of TorchScript", advice)
 
 
 def directory_offset(file: FileReader) -> int | None:
@@ -162,6 +170,8 @@ class ZipArchive:
             name = content[start : start + name_bytes].decode()
         except UnicodeDecodeError:
             self.file.raise_damaged("a member's name is no Unicode")
+        if fields[4] and _CODE.search(name):  # the only members that torch compresses
+            raise torchscript_error(self.file.path)
         if fields[3] & _ENCRYPTED or fields[4]:
             how = "encrypted" if fields[3] & _ENCRYPTED else "compressed"
             advice = "load it with torch.load where it comes from, and save it with torch.save"

@@ -11,7 +11,7 @@ from bytecheckpoint.formats import strided_views
 from bytecheckpoint.formats.file_reader import FileReader, damaged, not_readable, with_path
 from bytecheckpoint.formats.flat_ranges import FlatBuffer
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder, plain_tree
-from bytecheckpoint.formats.torch_save.archive import ZipArchive
+from bytecheckpoint.formats.torch_save.archive import ZipArchive, torchscript_error
 from bytecheckpoint.formats.torch_save.unpickler import (
     MAX_PICKLE_BYTES,
     FindGlobal,
@@ -53,8 +53,7 @@ class TorchArchive:
         if len(folders) != 1:
             self._file.raise_damaged(f"it is a zip archive without a {_PICKLE}, so torch.save did not write it")
         if f"{folders[0]}constants.pkl" in self._zip.members:
-            advice = "load it with torch.jit.load, and save its state_dict"
-            raise not_readable(self._file.path, "it is a program of TorchScript", advice)
+            raise torchscript_error(self._file.path)
         return folders[0]
 
     @property

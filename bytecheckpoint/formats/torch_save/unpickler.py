@@ -13,7 +13,7 @@ from pickletools import genops
 from typing import Any, Protocol
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.manifest.plain_wire import INT64
+from bytecheckpoint.manifest.plain_wire import MSGPACK_INTS
 
 MAX_PICKLE_BYTES = 1 << 26
 _MAX_ON_STACK, _MAX_IN_MEMO = 1 << 20, 1 << 22
@@ -160,7 +160,7 @@ class _Machine:
         del self._stack[-length:]
         self._stack.append(items)
 
-    def _make_dict(self, _: Any = None) -> None:
+    def _make_dict(self, _: Any) -> None:
         items = self._pop_to_mark()
         self._stack.append({})
         self._set_items(items)
@@ -187,7 +187,7 @@ class _Machine:
             self._count_key(item, len(target))
             target.add(check_key(item))
 
-    def _make_frozenset(self, _: Any = None) -> None:
+    def _make_frozenset(self, _: Any) -> None:
         items = self._pop_to_mark()
         self._stack.append(set())
         self._add_to_set(items)
@@ -197,7 +197,7 @@ class _Machine:
         if is_crafted(key):
             self._count(_ITEM_BYTES + 2 * num_others)
 
-    def _stack_global(self, _: Any = None) -> None:
+    def _stack_global(self, _: Any) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
             raise PickleError("it names a global by something that is not text")
@@ -216,12 +216,12 @@ class _Machine:
         if self._bytes_made > MAX_PICKLE_BYTES:
             raise PickleError(f"it makes more than {MAX_PICKLE_BYTES} bytes of values out of those that it has")
 
-    def _new_with_keywords(self, _: Any = None) -> None:
+    def _new_with_keywords(self, _: Any) -> None:
         if self._stack.pop():
             raise PickleError("it makes an object from keywords")
         self._reduce()
 
-    def _build(self, _: Any = None) -> None:
+    def _build(self, _: Any) -> None:
         state = self._stack.pop()
         target = self._stack[-1]
         if hasattr(target, "take_state"):
@@ -273,7 +273,7 @@ def is_crafted(key: Any) -> bool:
     64 bits: each such key may be compared with all others. The hash of a text is salted, that of an object its address.
     """
     if type(key) is int:
-        return key not in INT64
+        return key not in MSGPACK_INTS
     if key is None or isinstance(key, str | bytes | bool):
         return False
     hash_of_class: Any = type(key).__hash__

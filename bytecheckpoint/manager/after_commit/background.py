@@ -61,8 +61,8 @@ class Background:
         self._clock = clock
         self._reads_steps = reads_steps
         self._commits: deque[Commit] = deque()
-        self._is_opened = False
-        """False while a deletion may be half done: one of an earlier manager at first, later one that failed here."""
+        self._may_be_half_deleted = True
+        """True while a deletion may be half done: one of an earlier manager at first, later one that failed here."""
         self._is_first = True
         """True until the work after the first commit, which also clears what earlier managers left, is done."""
         self._newest: int | None = None
@@ -183,13 +183,13 @@ class Background:
             raise self._copy_error(copy_failure)
 
     def _catch_up(self) -> None:
-        """Does all work that is due now."""
+        """Does all work that is due now. Begins anew where an attempt before has failed."""
         self._record_commits()
-        if not self._is_opened:
+        if self._may_be_half_deleted:
             finish_deletions(self._store, now=self._clock.now(), pace=self._pace)  # first: it may bring a step back
             if self._reads_steps:
                 self.steps.all()
-            self._is_opened = True
+            self._may_be_half_deleted = False
         if self._newest is None:  # nothing else is deleted before this manager has committed
             return
         if self._is_first:
@@ -198,9 +198,9 @@ class Background:
             self._delete_earlier_logs()
             self._record_earlier()
             self._is_first = False
-        self._is_opened = False  # a deletion that fails may have begun
+        self._may_be_half_deleted = True
         self._delete_due()
-        self._is_opened = True
+        self._may_be_half_deleted = False
         self._pauses.catch_up()
 
     def _let_saves_go_first(self) -> None:

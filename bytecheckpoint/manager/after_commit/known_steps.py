@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -50,22 +50,20 @@ class KnownSteps:
         """Returns the steps, oldest first, abandoned ones before all others. Raises the errors of the store."""
         self._read()
         with self._lock:
-            return ordered(self._steps.values())
+            return step_records.ordered(self._steps.values())
 
     def _read(self) -> None:
         with self._reading:
             if self._is_read:
                 return
-            self._take(step_records.list_steps(self._store))
-            self._is_read = True
-
-    def _take(self, found: Sequence[StoredStep]) -> None:
-        with self._lock:
-            self._steps = {**{step.info.step: step for step in found}, **self._steps}
-            for change in self._early:
-                self._apply(change)
-            if self._abandoned is not None:
-                self._mark(self._abandoned)
+            found = step_records.list_steps(self._store)
+            with self._lock:
+                self._steps = {**{step.info.step: step for step in found}, **self._steps}
+                for change in self._early:
+                    self._apply(change)
+                if self._abandoned is not None:
+                    self._mark(self._abandoned)
+                self._is_read = True
 
     def add(self, info: StepInfo) -> None:
         """Notes that a step was committed, in place of any earlier checkpoint of it: without a lease, not abandoned."""
@@ -98,7 +96,7 @@ class KnownSteps:
             if found is None:
                 del self._steps[step]
             else:
-                self._steps[step] = found._replace(is_abandoned=False)
+                self._steps[step] = found
 
     def remove(self, info: StepInfo) -> None:
         """Notes that a checkpoint was deleted, unless its step has another checkpoint now."""
@@ -130,8 +128,3 @@ class KnownSteps:
     def _mark(self, abandoned: Collection[int]) -> None:
         for number, step in self._steps.items():
             self._steps[number] = step._replace(is_abandoned=number in abandoned)
-
-
-def ordered(steps: Collection[StoredStep]) -> list[StoredStep]:
-    """Returns the steps in the order for policies: oldest first, abandoned ones before all others."""
-    return sorted(steps, key=lambda step: (not step.is_abandoned, step.info.step))

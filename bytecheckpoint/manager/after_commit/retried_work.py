@@ -38,11 +38,6 @@ class RetriedWork:
         """Process of the thread: a forked child has none."""
 
     @property
-    def has_begun(self) -> bool:
-        """True once the work was asked for."""
-        return self._thread is not None
-
-    @property
     def _is_of_parent(self) -> bool:
         """True in a child that was forked since the thread was started: its copy of the lock may be held for ever."""
         return self._thread is not None and os.getpid() != self._pid

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, StorageError
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.abandoned_steps import Branch, branch_of_copies, read_branch, write_branch
-from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, ordered
+from bytecheckpoint.manager.after_commit.known_steps import KnownSteps
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.after_commit.save_pauses import OngoingSaves, SavePauses
 from bytecheckpoint.manager.agreement.decisions import StorageClock
@@ -75,7 +75,8 @@ class SecondRoot:
         self._steps = steps
         self._keep = keep
         self._clock = clock
-        self._pauses = SavePauses(saves, meanwhile=self._note_progress)
+        self.work = RetriedWork("bcp-cool-down", self._catch_up, what=f"copying from {self._source} to {target}")
+        self._pauses = SavePauses(saves, meanwhile=self.work.note_progress)
         self._pace = DeletionPace(self._let_saves_go_first)
         self._replaced = replaced
         self._overwrites = overwrites
@@ -96,7 +97,6 @@ class SecondRoot:
         """True if the second root has refused to delete."""
         self.may_delete = False
         """True once this manager has committed a checkpoint."""
-        self.work = RetriedWork("bcp-cool-down", self._catch_up, what=f"copying from {self._source} to {target}")
 
     def waiting(self) -> dict[int, str]:
         """Returns the steps of the first root that must not be deleted now, each with the reason."""
@@ -129,7 +129,7 @@ class SecondRoot:
 
     def _wanted(self, source_steps: Sequence[StoredStep], copies: Mapping[int, StoredStep]) -> set[int]:
         """Returns those steps of both roots that the policy of the second root keeps."""
-        both = ordered([*{**copies, **{step.info.step: step for step in source_steps}}.values()])
+        both = step_records.ordered([*{**copies, **{step.info.step: step for step in source_steps}}.values()])
         decisions = decide(self._keep, [step.info for step in both], now=self._clock.now(), held={})
         return {decision.step for decision in decisions if decision.is_kept}
 
@@ -137,8 +137,8 @@ class SecondRoot:
         """Makes the copies that are missing, then deletes the copies that are not to stay. Raises the first failure of
         a copy after all else is done.
         """
-        if self._is_superseded():
-            return
+        if not self._generation.is_newest():
+            return  # the newest manager makes the copies, and the next save here raises the error
         self._own_target()
         copies = self._read_copies()
         failure: CheckpointError | None = None
@@ -169,22 +169,9 @@ class SecondRoot:
                 logger.warning("the manager may not delete in %s, so that all copies stay: %s", self._target, error)
             self._is_refused = True
 
-    def _note_progress(self) -> None:
-        self.work.note_progress()
-
     def _let_saves_go_first(self) -> None:
         self.work.note_progress()
         self._pauses.pause()
-
-    def _is_superseded(self) -> bool:
-        """Returns True if another manager owns the first root, and so makes the copies. The next save of this manager
-        raises the error.
-        """
-        try:
-            self._generation.check(outcome="")
-        except CheckpointSaveError:
-            return True
-        return False
 
     def _own_target(self) -> None:
         """Claims the second root, so that no other run deletes there, or checks the claim.
@@ -284,7 +271,7 @@ class SecondRoot:
         """Deletes the copies, but the newest, that neither the policy, a pin nor a lease keeps, also from `copies`."""
         now = self._clock.now()
         stays = self._wanted(self._sources(copies), copies) | held_by_leases([*copies.values()], now=now).keys()
-        for step in ordered([*copies.values()])[:-1]:  # the newest copy always stays
+        for step in step_records.ordered([*copies.values()])[:-1]:  # the newest copy always stays
             if step.info.step in stays:
                 continue
             self._let_saves_go_first()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -29,55 +30,49 @@ class Decisions:
         """Returns on every rank what `decide` returns on rank 0; its error is raised on every rank. All ranks call this
         together.
         """
-        ranks, about = self._join(doing)
-        with together(ranks, doing, about=about):
+        with self._call(doing) as ranks:
             message = msgspec.msgpack.encode(decide()) if ranks.rank == COORDINATOR else b""
-            answer = msgspec.msgpack.decode(ranks.broadcast(message), type=kind)
-        ranks.close()
-        return answer
+            return msgspec.msgpack.decode(ranks.broadcast(message), type=kind)
 
     def decide_alike(self, doing: str, find: Callable[[], str], decide: Callable[[], T], kind: type[T]) -> T:
         """Calls `find` on every rank, which has to return the same place on all, then does as `decide_together`. Raises
         CheckpointMismatchError (conflict) for different places, and on all ranks the error of `find` on one.
         """
-        ranks, about = self._join(doing)
+        with self._call(doing) as ranks:
 
-        def answer(places: list[bytes]) -> list[bytes]:
-            check_same("open", [place.decode() for place in places], ranks.global_ranks)
-            return [msgspec.msgpack.encode(decide())] * len(places)
+            def answer(places: list[bytes]) -> list[bytes]:
+                check_same("open", [place.decode() for place in places], ranks.global_ranks)
+                return [msgspec.msgpack.encode(decide())] * len(places)
 
-        with together(ranks, doing, about=about):
-            answered = msgspec.msgpack.decode(ranks.reduce_scatter(find().encode(), answer), type=kind)
-        ranks.close()
-        return answered
+            return msgspec.msgpack.decode(ranks.reduce_scatter(find().encode(), answer), type=kind)
 
     def agree(self, doing: str, act: Callable[[], T], kind: type[T]) -> T:
         """Calls `act` on every rank, and returns on all of them what it returns on rank 0; an error of one rank is
         raised on all. All ranks call this together.
         """
-        ranks, about = self._join(doing)
-        with together(ranks, doing, about=about):
+        with self._call(doing) as ranks:
             own = msgspec.msgpack.encode(act())
             answer = ranks.reduce_scatter(own, lambda answers: [answers[COORDINATOR]] * len(answers))
-            agreed = msgspec.msgpack.decode(answer, type=kind)
-        ranks.close()
-        return agreed
+            return msgspec.msgpack.decode(answer, type=kind)
 
     def do(self, doing: str, act: Callable[[], object]) -> None:
         """Calls `act` on every rank; if it fails on one rank, all raise its error. All ranks call this together."""
-        ranks, about = self._join(doing)
-        with together(ranks, doing, about=about):
+        with self._call(doing) as ranks:
             act()
             ranks.barrier()
-        ranks.close()
 
-    def _join(self, doing: str) -> tuple[Ranks, Subject]:
-        """Returns the ranks of a call, and its subject. The name of the call has `doing`, so that a rank which does
-        something else is refused: no path belongs there, which may differ between ranks or hold credentials.
+    @contextmanager
+    def _call(self, doing: str) -> Iterator[Ranks]:
+        """Surrounds what all ranks do in one call, as `together` does, and gives the ranks. The name of the call has
+        `doing`, so that a rank which does something else is refused: no path belongs there, which may differ between
+        ranks or hold credentials.
         """
         wait_until_numbered()
         about = Subject(self._root, None, is_save=False, call=f"CheckpointManager ({doing})")
-        return join_ranks(self._group, self._timeout_s, about=about), about
+        ranks = join_ranks(self._group, self._timeout_s, about=about)
+        with together(ranks, doing, about=about):
+            yield ranks
+        ranks.close()
 
 
 class StorageClock:

@@ -131,7 +131,7 @@ class SoleStop:
         self.reason = ""
 
     def pass_boundary(self) -> bool:
-        """Returns True if training is to stop."""
+        """Returns True if training is to stop: from the first time on, for good."""
         self.reason = self.reason or self._requests.reason
         return bool(self.reason)
 
@@ -179,14 +179,11 @@ class GroupStop:
         """
         with self._changed:
             if self._has_reported and self._verdict is None:
-                self._changed.wait_for(self._is_decided, self._timeout_s)
+                self._changed.wait_for(lambda: self._verdict is not None, self._timeout_s)
                 if self._verdict is None:
                     raise self._missing_error()
             self._num_passed += 1
             return self._verdict is not None and self._num_passed > self._verdict
-
-    def _is_decided(self) -> bool:
-        return self._verdict is not None
 
     def _missing_error(self) -> CheckpointError:
         with suppress(RuntimeError):
@@ -269,14 +266,16 @@ def rank_in(process_group: dist.ProcessGroup | None) -> int:
     check_group.
     """
     check_group(process_group)
-    is_grouped = process_group is not None or (dist.is_available() and dist.is_initialized())
-    return dist.get_rank(process_group) if is_grouped else 0
+    return dist.get_rank(process_group) if _is_grouped(process_group) else 0
 
 
 def size_of(process_group: dist.ProcessGroup | None) -> int:
     """Returns the number of ranks in the group, by default of all; 1 for a process on its own."""
-    is_grouped = process_group is not None or (dist.is_available() and dist.is_initialized())
-    return dist.get_world_size(process_group) if is_grouped else 1
+    return dist.get_world_size(process_group) if _is_grouped(process_group) else 1
+
+
+def _is_grouped(process_group: dist.ProcessGroup | None) -> bool:
+    return process_group is not None or (dist.is_available() and dist.is_initialized())
 
 
 def join_stop(
@@ -286,8 +285,7 @@ def join_stop(
     for a group of one rank. `token` is the same on all ranks, and another for each agreement; `timeout_s` limits the
     wait of `pass_boundary`. Raises TypeError if `process_group` is no group that has this rank.
     """
-    is_grouped = process_group is not None or (dist.is_available() and dist.is_initialized())
-    if not is_grouped or dist.get_world_size(process_group) == 1:
+    if size_of(process_group) == 1:
         return SoleStop(requests)
     group = process_group if process_group is not None else dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):

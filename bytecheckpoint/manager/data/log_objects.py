@@ -76,7 +76,9 @@ def logged_steps(store: Store, folder: str) -> list[LoggedNames]:
         if match := _NAME.fullmatch(name):
             step, rank, num_ranks = map(int, match.groups())
             found.setdefault((step, num_ranks), {})[rank] = join_name(folder, name)
-    complete = (LoggedNames(step, names) for (step, num_ranks), names in found.items() if len(names) == num_ranks)
+    complete = (
+        LoggedNames(step, names) for (step, num_ranks), names in found.items() if len(names) == num_ranks > max(names)
+    )
     return sorted(complete, key=lambda logged: logged.step, reverse=True)
 
 
@@ -91,7 +93,7 @@ def read_records(store: Store, logged: LoggedNames) -> dict[int, LogRecord] | No
         return {rank: _decode(read_whole(store, name, max_bytes=_MAX_BYTES)) for rank, name in logged.names.items()}
     except CheckpointNotFoundError:
         return None
-    except (zlib.error, msgspec.DecodeError) as error:
+    except (zlib.error, msgspec.DecodeError, RecursionError) as error:
         logger.warning(
             "the positions of step %d in %s are damaged (%s), and count as absent", logged.step, store, error
         )

@@ -89,6 +89,7 @@ class LogWriter:
         self._ask_to_delete()
 
     def _drop(self, names: list[str]) -> None:
+        """Notes written objects as needless. The caller holds the lock."""
         self._unneeded += names
         for name in names:
             del self._written[name]
@@ -98,7 +99,9 @@ class LogWriter:
             self._work.ask()
 
     def finish(self) -> None:
-        """Waits until everything is written and deleted that is due. Raises CheckpointError if that fails."""
+        """Waits until everything is written and deleted that is due. Raises CheckpointError if that fails, or makes no
+        progress for `timeout_s`.
+        """
         began = time.monotonic()
         failure = self._work.wait(began=began, failing_s=0.0, hanging_s=self._timeout_s)
         if isinstance(failure, CheckpointError):
@@ -111,9 +114,7 @@ class LogWriter:
             ) from failure
 
     def wait(self) -> None:
-        """Waits until all is done. Warns of a store that fails or hangs."""
-        if not self._work.has_begun:
-            return
+        """Waits as `finish` does, and raises nothing: warns of a store that fails or hangs."""
         try:
             self.finish()
         except CheckpointError as error:
@@ -127,10 +128,10 @@ class LogWriter:
     def _catch_up(self) -> None:
         while (item := self._next()) is not None:
             name, record = item
-            if not self._generation.is_newest():
-                self._stop()
-                return
             try:
+                if not self._generation.is_newest():
+                    self._stop()
+                    return
                 self._store.write(name, one_block(encode_record(record)), replace=True)
             except BaseException:
                 with self._lock:

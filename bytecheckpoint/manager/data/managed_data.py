@@ -56,9 +56,9 @@ class ManagedData:
         self._loaders: dict[str, DataLoaderState] = {}
         """Loaders of the last state that was passed here, by FQN."""
 
-    def find(self, state: Mapping[str, Any] | None) -> dict[str, DataLoaderState]:
-        """Returns the loaders of a state, or for None of the last state that was passed, by FQN. Raises
-        CheckpointMismatchError (conflict) if there are none.
+    def _take_loaders(self, state: Mapping[str, Any] | None) -> dict[str, DataLoaderState]:
+        """Returns the loaders of a state by FQN, and remembers them for the next call; for None, those remembered
+        before. Raises CheckpointMismatchError (conflict), and remembers the ones before, if there are none.
         """
         loaders = data_loaders_in(state) if state is not None else self._loaders
         if not loaders:
@@ -80,7 +80,7 @@ class ManagedData:
         if self._log is None:
             refuse_read_only(self._run.root)
             return
-        parts = {fqn: encode_positions(fqn, loader) for fqn, loader in self.find(state).items()}
+        parts = {fqn: encode_positions(fqn, loader) for fqn, loader in self._take_loaders(state).items()}
         self._log.add(LogRecord(step, self._saves.durable_step, parts))
 
     def entries(self) -> list[LoggedData]:
@@ -122,7 +122,8 @@ class ManagedData:
         return choice.step
 
     def _catch_up(self, state: Mapping[str, Any] | None) -> None:
-        self.find(state)
+        """Takes the loaders of the state, and waits until the log of this rank is written."""
+        self._take_loaders(state)
         if self._log is not None:
             self._log.finish()
 
@@ -183,6 +184,7 @@ class ManagedData:
 
 
 def _merge(records: Mapping[int, LogRecord]) -> dict[str, bytes]:
+    """Returns the positions of all ranks by the loader's FQN, of the records of one step by rank."""
     names = sorted({fqn for record in records.values() for fqn in record.loaders})
     return {
         fqn: merge_positions(
@@ -193,6 +195,7 @@ def _merge(records: Mapping[int, LogRecord]) -> dict[str, bytes]:
 
 
 def _load(loaders: Mapping[str, DataLoaderState], logged: Mapping[str, bytes]) -> None:
+    """Loads the merged positions. If one is missing, changes nothing and raises CheckpointMismatchError (conflict)."""
     absent = [fqn for fqn in loaders if fqn not in logged]
     if absent:
         raise CheckpointMismatchError(
