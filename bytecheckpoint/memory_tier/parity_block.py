@@ -14,7 +14,7 @@ from bytecheckpoint.distributed.rendezvous import Address
 from bytecheckpoint.distributed.transfer import Fetching, SentPiece
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.memory_tier.parity import xor_into
-from bytecheckpoint.memory_tier.pieces import PIECE_BYTES, check_extents
+from bytecheckpoint.memory_tier.pieces import PIECE_BYTES, ExtentCheck
 from bytecheckpoint.options import Memory
 from bytecheckpoint.planner.memory_tier.parity_plan import PlacedPiece, form_groups, pieces_at, segment_bytes
 from bytecheckpoint.planner.memory_tier.placement import RankPlace
@@ -132,10 +132,11 @@ class ParityBlock:
             for number, name in names.items()
             for placed in self._missing_pieces.get(name, ())
         }
+        checks = {number: ExtentCheck(files[name]) for number, name in names.items()}
 
         def take(piece: SentPiece, content: memoryview) -> None:
             placed = places[piece]
-            check_extents(files[placed.piece.file], piece, content, owner=global_rank)
+            checks[piece.file].check(piece.byte_offset, content, owner=global_rank)
             with self._lock:
                 xor_into(self._image, placed.byte_offset, content)
                 self._missing_pieces[placed.piece.file].remove(placed)
