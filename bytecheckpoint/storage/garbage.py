@@ -102,31 +102,35 @@ def find_leftovers(store: Store, folder: str) -> Garbage:
     save beside a committed manifest count as needed.
     """
     objects = list(inventory_of(store, folder))
-    groups: dict[tuple[str, str], GarbageObject] = {}
+    by_folder: dict[str, dict[str, GarbageObject]] = {}
+
+    def leftover_of(owner: tuple[str, str]) -> GarbageObject:
+        return by_folder.setdefault(owner[0], {}).setdefault(owner[1], GarbageObject(*owner))
+
     for item in objects:
         owner = _owner_of(item.name)
         if owner is not None:
-            groups.setdefault(owner, GarbageObject(*owner)).add(*item)
+            leftover_of(owner).add(*item)
     uploads, not_looked_for = _pending_uploads(store, folder)
     for upload in uploads:
         parent, _, last = upload.name.rpartition("/")
         owner = _owner_of(upload.name) or ((parent, "") if last == MANIFEST_NAME else None)
         if owner is not None:
-            groups.setdefault(owner, GarbageObject(*owner)).add_upload(upload)
+            leftover_of(owner).add_upload(upload)
 
     manifests = {item.name.rpartition("/")[0] for item in objects if item.name.rpartition("/")[2] == MANIFEST_NAME}
     unreadable = []
-    for parent in sorted(manifests):
-        in_folder = {owner: leftover for owner, leftover in groups.items() if owner[0] == parent}
+    for parent in sorted(manifests & by_folder.keys()):
+        beside = by_folder[parent]
         try:
-            used = _used_among(store, parent, [save_id for _, save_id in in_folder if save_id])
+            used = _used_among(store, parent, [save_id for save_id in beside if save_id])
         except (CheckpointCorruptError, UnsafeCheckpointError):
             unreadable.append(parent)
-            groups = {owner: leftover for owner, leftover in groups.items() if owner[0] != parent}
+            del by_folder[parent]
             continue
-        for (_, save_id), leftover in in_folder.items():
+        for save_id, leftover in beside.items():
             leftover.names = {name: size for name, size in leftover.names.items() if not used(save_id, name)}
-    found = [leftover for leftover in groups.values() if leftover.names or leftover.uploads]
+    found = [item for items in by_folder.values() for item in items.values() if item.names or item.uploads]
     found.sort(key=lambda leftover: (leftover.folder, leftover.save_id))
     return Garbage(found, unreadable, not_looked_for)
 
