@@ -247,7 +247,7 @@ class _Rebuild:
         self._global_ranks = global_ranks
         self._length = segment_bytes(order.members)
         self._lock = threading.Lock()
-        self._content = memoryview(map_memory(self._length * (len(order.members) - 1), advice=["MADV_HUGEPAGE"]))
+        self._content = memoryview(map_memory(self._length * (len(order.members) - 1), large_pages=True))
 
     def fetches(self) -> list[Fetching]:
         """Returns a fetch from each other member, of its segments and its parity."""
