@@ -114,9 +114,9 @@ class ResumeCall:
         process_group: dist.ProcessGroup | None,
         role: str | None,
         storage_options: Mapping[str, Any] | None,
-        abandoned: Collection[int] | None = None,
+        abandoned: Collection[int] | None,
     ) -> None:
-        """`abandoned` are the steps that a managed run has left: of its path it loads only others. None without it."""
+        """`abandoned` are the steps that a managed run has left: it loads only others of its path. None for others."""
         self._path, self._role = path, role
         self._is_managed, self._abandoned = abandoned is not None, abandoned or ()
         self._options = options
@@ -207,7 +207,7 @@ class ResumeCall:
             self._store = open_store(root, storage_options=self._storage_options, writer_threads=1, timeout_s=timeout_s)
             self._about = self._about._replace(path=showable_url(root))  # the role included
             self._memory = memory_of(process, self._options.memory, self._store)
-            self._memory.join_to_resume()
+            self._memory.register()
         return self._store, self._memory
 
     def _plan(self, ranks: Ranks, store: Store, payloads: Sequence[bytes]) -> Sequence[bytes]:

@@ -91,15 +91,11 @@ class CopySlots:
         needed, busy = self._needed(), {slot.path for slot in self._taken.values()}
         own = [slot for slot in self._slots if slot.save_id not in needed and slot.path not in busy]
         if own:
-            return min(own, key=lambda slot: (slot.capacity < num_bytes, abs(slot.capacity - num_bytes)))
+            return min(own, key=lambda slot: slot_file.fit(slot.capacity, num_bytes))
         paths = {slot.path for slot in self._slots}
-        free = sorted(
-            (each for each in slot_file.scan(self._folder) if each.save_id not in needed and each.path not in paths),
-            key=lambda each: (each.capacity < num_bytes, abs(each.capacity - num_bytes)),
-        )
-        slot = next((slot for each in free if (slot := slot_file.take(each.path)) is not None), None)
-        if slot is None:
-            slot = slot_file.create(self._folder)
+        found = slot_file.scan(self._folder)
+        free = (each for each in found if each.save_id not in needed and each.path not in paths)
+        slot = slot_file.take_fitting(free, num_bytes) or slot_file.create(self._folder)
         self._slots.append(slot)
         return slot
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
@@ -40,7 +40,7 @@ class JobMemory:
         self.copies, self.parity = CopySlots(job, "copies"), CopySlots(job, "parity")
         """Slots in which this process holds copies and parity for other hosts."""
         self._joined: tuple[ProcessLock, LivingProcess] | None = None
-        self._resumed: tuple[ProcessLock, LivingProcess] | None = None
+        self._registered: tuple[ProcessLock, LivingProcess] | None = None
         self._slots: list[Slot] = []
         self._filling: Slot | None = None
         self._lengths: list[int] = []
@@ -49,8 +49,8 @@ class JobMemory:
         self._warned: set[str] = set()
         self._settled: Collection[str] | None = None
         """Ids of the saves whose slots must stay; None while only the files in the job's folder say which they are."""
-        self.newest = VersionRecord("", 0, 0, 0, "")
-        """The newest version that any rank was seen to know."""
+        self._generation = self._number = 0
+        """The highest that any rank was seen to know."""
         self.opens_generation = True
         """True if the next memory save begins a new generation: no save of this process is complete in memory yet, or
         none since its last load.
@@ -145,19 +145,18 @@ class JobMemory:
         """Unlinks slots that no process holds and no save needs, beyond two for each of the ranks on this host."""
         with self.job.locked():
             found = list(slot_file.scan(self.job.slots))
-            free = sorted((each for each in found if self._is_free(each)), key=lambda each: each.capacity)
+            free = sorted(self._free_among(found), key=lambda each: each.capacity)
             for each in free[: max(len(found) - _SLOTS * num_ranks, 0)]:
                 if (slot := slot_file.take(each.path)) is not None:
                     slot.remove()
 
     def note_seen(self, generation: int, number: int) -> None:
         """Notes the highest generation and number that any rank knows."""
-        seen = self.newest
-        self.newest = VersionRecord("", max(seen.generation, generation), 0, max(seen.number, number), "")
+        self._generation, self._number = max(self._generation, generation), max(self._number, number)
 
     def note_complete(self, record: VersionRecord) -> None:
         """Notes the newest complete version, whose generation later saves keep until the next load."""
-        self.newest, self.opens_generation = record, False
+        self._generation, self._number, self.opens_generation = record.generation, record.number, False
 
     def note_load(self, generation: int = 0) -> None:
         """Notes that training goes on from a loaded checkpoint of this generation: the next save begins a higher one,
@@ -177,21 +176,23 @@ class JobMemory:
         if self.opens_generation:
             for version in version_files.read_versions(self.job):
                 self.note_seen(version.record.generation, version.record.number)
-        return self.newest.generation, self.newest.number
+        return self._generation, self._number
 
     @property
     def process(self) -> LivingProcess:
         """This process, which the first read of this property registers as one that saves for the job."""
         if self._joined is None:
             self._joined = self.job.join()
-            if self._resumed is not None:
-                self._resumed[0].release()
+            if self._registered is not None:
+                self._registered[0].release()
         return self._joined[1]
 
-    def join_to_resume(self) -> None:
-        """Registers this process, so that the memory of the job is not given back to the host while it lives."""
-        if self._joined is None and self._resumed is None:
-            self._resumed = self.job.join(saves=False)
+    def register(self) -> None:
+        """Registers this process, which may never save, so that `bcp gc` does not free the memory of the job while it
+        lives.
+        """
+        if self._joined is None and self._registered is None:
+            self._registered = self.job.join(saves=False)
 
     def others(self) -> list[LivingProcess]:
         """Returns the other processes on this host that save for the job. Registers this one, as `process` does."""
@@ -232,8 +233,10 @@ class JobMemory:
         """Returns the ids of the saves whose slots must stay."""
         return version_files.needed_saves(self.job) if self._settled is None else self._settled
 
-    def _is_free(self, found: FoundSlot) -> bool:
-        return found.save_id not in self._needed() and all(found.path != slot.path for slot in self._slots)
+    def _free_among(self, found: Iterable[FoundSlot]) -> Iterator[FoundSlot]:
+        """Yields the slots that no save needs, without those of this process."""
+        needed, own = self._needed(), {slot.path for slot in self._slots}
+        return (each for each in found if each.save_id not in needed and each.path not in own)
 
     def _reserved_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
         """Returns a slot that is free and at least `num_bytes` long; without room for one, that of the
@@ -260,21 +263,18 @@ class JobMemory:
 
     def _reserved_free_slot(self, needed: Collection[str], num_bytes: int, max_bytes: int | None) -> Slot:
         own = [slot for slot in self._slots if slot.save_id not in needed]
-        best = min(own, key=lambda slot: (slot.capacity < num_bytes, abs(slot.capacity - num_bytes)), default=None)
+        best = min(own, key=lambda slot: slot_file.fit(slot.capacity, num_bytes), default=None)
         slot = self._add_slot(num_bytes, max_bytes) if best is None else best
         self._reserve(slot, num_bytes, max_bytes)
         return slot
 
     def _add_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
-        """Takes a slot that no process holds: the smallest that is large enough, or else the largest. Makes one if
-        there is none.
+        """Takes the slot that fits best of those that no process holds, or makes one if there is none. Registers this
+        process.
         """
+        self.register()
         with self.job.locked():
-            free = sorted(
-                (each for each in slot_file.scan(self.job.slots) if self._is_free(each)),
-                key=lambda each: (each.capacity < num_bytes, abs(each.capacity - num_bytes)),
-            )
-            new_slot = next((slot for each in free if (slot := slot_file.take(each.path)) is not None), None)
+            new_slot = slot_file.take_fitting(self._free_among(slot_file.scan(self.job.slots)), num_bytes)
             if new_slot is None:
                 self._check_room(num_bytes * max(_SLOTS - len(self._slots), 1), max_bytes)
                 new_slot = slot_file.create(self.job.slots)
@@ -308,7 +308,7 @@ class JobMemory:
             slot.release()
         self.copies.close()
         self.parity.close()
-        for joined in (self._joined, self._resumed):
+        for joined in (self._joined, self._registered):
             if joined is not None:
                 joined[0].release()
 

@@ -10,6 +10,7 @@ import torch
 import xxhash
 
 import bytecheckpoint as bcp
+from bytecheckpoint.memory_tier.flush import jobs_in_memory, remove_job
 from bytecheckpoint.storage import object_io
 from bytecheckpoint.storage.memory_root import slot_file
 from bytecheckpoint.storage.memory_root.job_folder import find_jobs
@@ -38,6 +39,16 @@ def test_a_warm_up_allocates_both_slots_and_saves_take_no_others(tmp_path: Path)
         bcp.save(tmp_path / "ckpt", state, step=step, options=options(tmp_path), to="memory")
     assert slots_of(tmp_path) == ahead
     assert not (tmp_path / "ckpt").exists()
+
+
+def test_slots_that_a_warm_up_has_allocated_are_not_freed_as_an_ended_jobs(tmp_path: Path) -> None:
+    """`bcp gc --memory` took them, and then no save to memory succeeded in this process."""
+    state = {"x": torch.ones(NUMEL)}
+    bcp.warm_up(state, path=tmp_path / "ckpt", options=options(tmp_path))
+    (job,) = jobs_in_memory([str(tmp_path / "memory")], None)
+    assert (job.num_living, remove_job(str(tmp_path / "memory"), job.path)) == (1, "lives")
+    bcp.save(tmp_path / "ckpt", state, step=1, options=options(tmp_path), to="memory")
+    assert len(slots_of(tmp_path)) == 2
 
 
 def test_a_warm_up_for_memory_needs_the_path_of_the_saves(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ _MAKING_S = 10.0
 """Seconds for which a temporary file may be in the making, not locked yet or about to get its name."""
 _ALIVE = "alive"
 _LOCK = "lock"
-_RESUMED = ".resumed"
+_NOT_SAVED = ".resumed"
+"""End of the name of a process that has resumed, or has allocated slots, and has not saved."""
 _ID = re.compile(r"\A[0-9a-f]{16}\Z")
 _SHARED_MODE = 0o1777
 _READABLE = 0o644
@@ -56,8 +57,8 @@ class LivingProcess(NamedTuple):
 
     @property
     def saves(self) -> bool:
-        """True from its first save on, committed or not. A process that only resumes keeps no other job from saving."""
-        return not self.name.endswith(_RESUMED)
+        """True from its first save on, committed or not. Before that a process keeps no other job from saving."""
+        return not self.name.endswith(_NOT_SAVED)
 
 
 class JobFolder(NamedTuple):
@@ -95,10 +96,10 @@ class JobFolder(NamedTuple):
 
     def join(self, *, saves: bool = True) -> tuple[ProcessLock, LivingProcess]:
         """Registers this process as working on the job, until it ends or the lock is released. `saves` is False for a
-        process that only resumes.
+        process that has not saved yet.
         """
         alive = os.path.join(self.path, _ALIVE)
-        name = secrets.token_hex(8) + ("" if saves else _RESUMED)
+        name = secrets.token_hex(8) + ("" if saves else _NOT_SAVED)
         temporary, path = os.path.join(alive, f"{TEMPORARY_PREFIX}{name}"), os.path.join(alive, name)
         os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         lock = ProcessLock(temporary)

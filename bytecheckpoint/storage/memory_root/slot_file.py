@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
+from bytecheckpoint.runtime.buffers import advise
 from bytecheckpoint.storage.backends.file_lock import ProcessLock
 from bytecheckpoint.storage.layout import data_file_name
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
@@ -128,8 +129,7 @@ class Slot:
             self._memory = mapping(fd, os.fstat(fd).st_size, flags=flags)
         finally:
             os.close(fd)
-        with suppress(OSError, AttributeError):  # a forked data loader does not need it
-            self._memory.madvise(mmap.MADV_DONTFORK)
+        advise(self._memory, large_pages=False)
 
     def begin(self, lengths: Sequence[int]) -> memoryview:
         """Marks the slot as being filled, and returns the memory of an image with these files."""
@@ -216,6 +216,21 @@ def take(path: str) -> Slot | None:
     with suppress(BlockingIOError, FileNotFoundError):
         return Slot(path, ProcessLock(path))
     return None
+
+
+def take_fitting(slots: Iterable[FoundSlot], num_bytes: int) -> Slot | None:
+    """Takes over one of these slots: of those that no living process holds, the one that fits best, as `fit` says. None
+    if there is none. The caller holds the folder's lock.
+    """
+    by_fit = sorted(slots, key=lambda each: fit(each.capacity, num_bytes))
+    return next((slot for each in by_fit if (slot := take(each.path)) is not None), None)
+
+
+def fit(capacity: int, num_bytes: int) -> tuple[bool, int]:
+    """Returns the sort key of a slot that is to hold `num_bytes`: the smallest that is large enough comes first, then
+    the largest of the others.
+    """
+    return capacity < num_bytes, abs(capacity - num_bytes)
 
 
 def scan(folder: str) -> Iterator[FoundSlot]:
