@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from bytecheckpoint.errors import CheckpointError, and_more
-from bytecheckpoint.memory_tier.flush import JobInMemory, age_s, jobs_in_memory, remove_job
+from bytecheckpoint.memory_tier.flush import JobInMemory, jobs_in_memory, remove_job
 from bytecheckpoint.memory_tier.job_location import location_of
 from bytecheckpoint.storage import garbage, layout, stage_folder
 from bytecheckpoint.storage.garbage import Garbage, GarbageObject
@@ -179,7 +179,7 @@ def _state(job: JobInMemory, min_age_s: float, *, is_real: bool) -> str:
     """Returns the state of a job's memory, after its removal if it is dead and `is_real`."""
     if job.num_living:
         return "lives"
-    if age_s(job) < min_age_s:
+    if job.age_s < min_age_s:
         return "young"
     if not is_real:
         return "dead"

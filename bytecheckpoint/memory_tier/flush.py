@@ -86,8 +86,8 @@ class JobInMemory(NamedTuple):
     num_slots: int
     num_bytes: int
     num_living: int
-    changed_s: float
-    """Time of the last change of a version, or of the folder, in seconds since 1970."""
+    age_s: float
+    """Seconds since the last change of a version, or of the folder."""
 
 
 def _distinct(roots: Sequence[str]) -> list[str]:
@@ -287,7 +287,7 @@ def jobs_in_memory(roots: Sequence[str], location: str | None) -> list[JobInMemo
                         len(slots),
                         sum(slot.capacity for slot in slots),
                         _num_living(job),
-                        _changed_s(job),
+                        time.time() - _changed_s(job),
                     )
                 )
     return found
@@ -387,8 +387,3 @@ def _holders(job: JobFolder) -> Iterator[tuple[str, FilePlace]]:
 def _sizes(store: Store, folder: str) -> dict[str, int | None]:
     names = store.list(join_name(folder, layout.DATA_FOLDER))
     return {f"{layout.DATA_FOLDER}/{name}": size for name, size in names.items()}
-
-
-def age_s(job: JobInMemory) -> float:
-    """Returns the seconds since the last change of a job's memory."""
-    return time.time() - job.changed_s

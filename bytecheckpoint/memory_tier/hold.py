@@ -84,8 +84,6 @@ class HeldSave(NamedTuple):
 
     info: CheckpointInfo
     record: VersionRecord
-    holdings: Sequence[RankHolding]
-    """Holdings of all ranks, on the coordinator; empty on other ranks."""
     records_for_host: bool
     """True on the one rank of each host that records what the host holds."""
 
@@ -159,11 +157,10 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
     ranks, about, timer = prepared.call
     prepared.snapshot.wait()
     doing = f"holding {target.path} in memory"
-    holdings: list[RankHolding] = []
     with together(ranks, doing, about=about), timer.phase("hold"):
         staged = _StagedFiles(prepared, slots)
         holding = _holding(slots, staged, prepared.options.memory)
-        reduce = partial(_agree, prepared, metadata, holdings)
+        reduce = partial(_agree, prepared, metadata)
         reply = msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(holding), reduce), type=_HoldReply)
         if reply.manifest:
             version_files.add_pending(slots.job, reply.record, reply.manifest)
@@ -177,7 +174,7 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
             _tidy(slots, agreed.save_id, reply.num_on_host)
     prepared.generation = reply.record.generation
     info = msgspec.msgpack.decode(reply.info, type=CheckpointInfo)
-    held = HeldSave(_timed(info, timer), reply.record, holdings, bool(reply.manifest))
+    held = HeldSave(_timed(info, timer), reply.record, bool(reply.manifest))
     prepared.progress.reach("process", held.info)
     return held
 
@@ -305,17 +302,10 @@ def _holding(slots: JobMemory, staged: _StagedFiles, memory: Memory | None) -> R
     )
 
 
-def _agree(
-    prepared: PreparedSave,
-    metadata: Mapping[str, Any],
-    holdings: list[RankHolding],
-    payloads: Sequence[bytes],
-) -> Sequence[bytes]:
-    """Makes the manifest, and returns the encoded `_HoldReply` to each rank. Called on the coordinator only, where it
-    also fills `holdings` from `payloads`.
-    """
+def _agree(prepared: PreparedSave, metadata: Mapping[str, Any], payloads: Sequence[bytes]) -> Sequence[bytes]:
+    """Makes the manifest, and returns the encoded `_HoldReply` to each rank. Called on the coordinator only."""
     call, target = prepared.call, prepared.target
-    holdings += [msgspec.msgpack.decode(payload, type=RankHolding) for payload in payloads]
+    holdings = [msgspec.msgpack.decode(payload, type=RankHolding) for payload in payloads]
     refuse_other_jobs(holdings, call.ranks, target.path)
     refuse_mixed_domains(holdings, call.ranks)
     generation = max(each.generation for each in holdings) + any(each.opens_generation for each in holdings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -24,8 +23,6 @@ from bytecheckpoint.staging.memory_slots import JobMemory, MemoryPart, refuse_wi
 from bytecheckpoint.storage.memory_root.job_folder import is_in_memory, open_job
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.store import Store
-
-logger = logging.getLogger("bytecheckpoint")
 
 DESTINATIONS = ("storage", "memory")
 
