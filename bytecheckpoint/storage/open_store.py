@@ -66,7 +66,7 @@ def expand_home(path: str) -> str:
     return os.path.expanduser(path) if path.startswith("~") and is_plain_path(path) else path  # noqa: PTH111 - text
 
 
-def fix_place(path: str) -> str:
+def absolute_path(path: str) -> str:
     """Returns the absolute path of a local one, which stays the same place when the working directory changes; a URL
     of another store stays unchanged.
     """
