@@ -14,7 +14,7 @@ from bytecheckpoint.errors import CheckpointError, and_more
 from bytecheckpoint.memory_tier.flush import JobInMemory, jobs_in_memory, remove_job
 from bytecheckpoint.memory_tier.job_location import location_of
 from bytecheckpoint.storage import garbage, layout, stage_folder
-from bytecheckpoint.storage.garbage import Garbage, GarbageObject
+from bytecheckpoint.storage.garbage import Garbage, Leftover
 from bytecheckpoint.storage.inventory import clock_of
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
@@ -54,7 +54,7 @@ class GarbageRow:
     is_dead: bool
     why: str
     """Reason why it is taken for dead or for alive."""
-    leftover: GarbageObject | None = None
+    leftover: Leftover | None = None
     """None for the files in a local stage."""
     is_removed: bool = False
 
@@ -187,7 +187,7 @@ def _state(job: JobInMemory, min_age_s: float, *, is_real: bool) -> str:
     return {"removed": "removed", "gone": "removed by another process", "lives": _TAKEN}[outcome]
 
 
-def _row(store: Store, item: GarbageObject, now_s: float, min_age_s: float, save_ids: Collection[str]) -> GarbageRow:
+def _row(store: Store, item: Leftover, now_s: float, min_age_s: float, save_ids: Collection[str]) -> GarbageRow:
     is_named = item.save_id in save_ids
     is_old = item.is_dead(now_s=now_s, min_age_s=min_age_s)
     why = "named" if is_named else "old" if is_old else "age unknown" if item.newest_s is None else "young"

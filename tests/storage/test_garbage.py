@@ -20,7 +20,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage import garbage as garbage_module
-from bytecheckpoint.storage.garbage import MIN_AGE_S, Garbage, GarbageObject, find_leftovers, remove, sweep
+from bytecheckpoint.storage.garbage import MIN_AGE_S, Garbage, Leftover, find_leftovers, remove, sweep
 from bytecheckpoint.storage.inventory import StoredObject, clock_of, inventory_of
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.store import Store
@@ -211,7 +211,7 @@ def test_a_root_that_does_not_exist_is_empty(place: Place) -> None:
 
 
 def test_age_decides_and_an_unknown_age_is_no_death() -> None:
-    leftover = GarbageObject("", DEAD)
+    leftover = Leftover("", DEAD)
     leftover.add("a", 1, 100.0)
     leftover.add("b", 1, 200.0)
     assert leftover.is_dead(now_s=300.0, min_age_s=100.0)
