@@ -93,8 +93,8 @@ def _lock(fd: int, path: str, kind: int) -> None:
         if error.errno in _HELD_BY_ANOTHER:
             raise BlockingIOError(error.errno, error.strerror, path) from error
         raise StorageError(
-            f"cannot lock {path}: {error.strerror}; nothing was changed: a local stage has to be on a disk of the "
-            "host, not on a network file system without locks",
+            f"cannot lock {path}: {error.strerror}; nothing was changed: a local stage or a memory root has to be on a "
+            "file system of the host, not on one of a network without locks",
             kind="unsupported",
             path=path,
         ) from error
