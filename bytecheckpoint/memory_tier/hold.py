@@ -287,13 +287,13 @@ def _warn_of_all(prepared: PreparedSave, payloads: Sequence[bytes]) -> Sequence[
 
 
 def _holding(slots: JobMemory, staged: _StagedFiles, memory: Memory | None) -> RankHolding:
-    generation, number = slots.seen()
+    (generation, number), process = slots.seen(), slots.process
     return RankHolding(
         report=staged.report,
         host=slots.job.host,
         failure_domain=memory.failure_domain if memory is not None else None,
-        process=slots.process.name,
-        since_ns=slots.process.since_ns,
+        process=process.name,
+        since_ns=process.since_ns,
         others=[(other.name, other.since_ns) for other in slots.others()],
         generation=generation,
         number=number,

@@ -35,8 +35,8 @@ class CopySlots:
         """Slots of the current save, by the rank whose image each is to hold."""
 
     def begin_save(self) -> None:
-        """Forgets the slots that an earlier save took."""
-        self._taken = {}
+        """Forgets the slots that an earlier save took, and those that somebody has deleted."""
+        self._taken, self._slots = {}, slot_file.without_lost(self._slots)
 
     def take(self, owner: int, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
         """Returns memory for a copy of the image of rank `owner`. Called again for the same save, returns the same

@@ -62,10 +62,19 @@ class JobMemory:
             slot_file.remove_stale_temporaries(job.slots)
 
     def begin_save(self) -> None:
-        """Lets `take` choose slots for a new save. Hazard: without this call before each save, `take` overwrites
-        the slot of the save before, even if that is complete.
+        """Lets `take` choose slots for a new save, and forgets those that somebody has deleted. Hazard: without this
+        call before each save, `take` overwrites the slot of the save before, even if that is complete.
         """
-        self._filling = None
+        self._filling, num_slots = None, len(self._slots)
+        self._slots = slot_file.without_lost(self._slots)
+        if lost := num_slots - len(self._slots):
+            logger.warning(
+                "slots are gone from %s (%d of %d), which this process did not delete: what they held is lost, and "
+                "this save takes others",
+                self.job.path,
+                lost,
+                num_slots,
+            )
         self.copies.begin_save()
         self.parity.begin_save()
 
@@ -180,11 +189,14 @@ class JobMemory:
 
     @property
     def process(self) -> LivingProcess:
-        """This process, which the first read of this property registers as one that saves for the job."""
-        if self._joined is None:
+        """This process, registered as one that saves for the job: by the first read of this property, and again if
+        somebody has emptied the folder since.
+        """
+        if self._joined is None or not self.job.has_joined(self._joined[1]):
+            earlier = self._joined or self._registered
             self._joined = self.job.join()
-            if self._registered is not None:
-                self._registered[0].release()
+            if earlier is not None:
+                earlier[0].release()
         return self._joined[1]
 
     def register(self) -> None:

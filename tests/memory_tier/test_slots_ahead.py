@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,24 @@ def test_slots_that_a_warm_up_has_allocated_are_not_freed_as_an_ended_jobs(tmp_p
     assert (job.num_living, remove_job(str(tmp_path / "memory"), job.path)) == (1, "lives")
     bcp.save(tmp_path / "ckpt", state, step=1, options=options(tmp_path), to="memory")
     assert len(slots_of(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("deleted", ["*", "*/*", "*/slots/*"])
+def test_saves_go_on_in_new_slots_after_somebody_has_emptied_the_memory_root(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, deleted: str
+) -> None:
+    """All saves failed from then on, those to storage as well, as after a logout with RemoveIPC of systemd."""
+    state = {"x": torch.ones(NUMEL)}
+    bcp.save(tmp_path / "ckpt", state, step=1, options=options(tmp_path))
+    for path in (tmp_path / "memory").glob(deleted):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for step in (2, 3, 4):
+        bcp.save(tmp_path / "ckpt", state, step=step, options=options(tmp_path))
+    assert bcp.steps(tmp_path / "ckpt") == [1, 2, 3, 4]
+    assert len(slots_of(tmp_path)) == 2
+    (job,) = jobs_in_memory([str(tmp_path / "memory")], None)
+    assert job.num_living == 1
+    assert "(1 of 1), which this process did not delete" in caplog.text
 
 
 def test_a_warm_up_for_memory_needs_the_path_of_the_saves(tmp_path: Path) -> None:

@@ -106,6 +106,10 @@ class JobFolder(NamedTuple):
         os.rename(temporary, path)  # locked from the moment it is visible
         return lock, LivingProcess(name, os.stat(path).st_mtime_ns)
 
+    def has_joined(self, process: LivingProcess) -> bool:
+        """Returns True if the registration of a process that lives is still there."""
+        return os.path.lexists(os.path.join(self.path, _ALIVE, process.name))
+
     def living(self) -> list[LivingProcess]:
         """Returns the processes that work on the job, and forgets those that have ended."""
         alive, found = os.path.join(self.path, _ALIVE), []

@@ -218,6 +218,16 @@ def take(path: str) -> Slot | None:
     return None
 
 
+def without_lost(slots: Sequence[Slot]) -> list[Slot]:
+    """Returns the slots whose files are there. Releases the others: somebody has deleted their files, so no process
+    finds what they hold, and the host gets their memory back.
+    """
+    lost = [slot for slot in slots if not os.path.lexists(slot.path)]
+    for slot in lost:
+        slot.release()
+    return [slot for slot in slots if slot not in lost]
+
+
 def take_fitting(slots: Iterable[FoundSlot], num_bytes: int) -> Slot | None:
     """Takes over one of these slots: of those that no living process holds, the one that fits best, as `fit` says. None
     if there is none. The caller holds the folder's lock.
