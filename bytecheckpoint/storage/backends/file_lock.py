@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 
 from bytecheckpoint.errors import StorageError
+from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 
 _HELD_BY_ANOTHER = frozenset({errno.EAGAIN, errno.EACCES})
 _MAX_TRIES = 200
@@ -48,6 +49,18 @@ class ProcessLock:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def create_locked(path: str) -> ProcessLock:
+    """Makes an empty file, readable by this user alone, that this process has locked from the moment it is visible. A
+    process that is killed meanwhile leaves the file under the name with TEMPORARY_PREFIX.
+    """
+    folder, _, name = path.rpartition("/")
+    temporary = f"{folder}/{TEMPORARY_PREFIX}{name}"
+    os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    lock = ProcessLock(temporary)
+    os.rename(temporary, path)  # noqa: PTH104 - the calls of `os` by name, as in posix_files.py
+    return lock
 
 
 def is_locked(path: str) -> bool:

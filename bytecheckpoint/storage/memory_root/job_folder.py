@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from bytecheckpoint.errors import CheckpointError, StorageError
-from bytecheckpoint.storage.backends.file_lock import ProcessLock, is_locked
+from bytecheckpoint.storage.backends.file_lock import ProcessLock, create_locked, is_locked
 from bytecheckpoint.storage.backends.posix_errors import describe
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 
@@ -98,12 +98,9 @@ class JobFolder(NamedTuple):
         """Registers this process as working on the job, until it ends or the lock is released. `saves` is False for a
         process that has not saved yet.
         """
-        alive = os.path.join(self.path, _ALIVE)
         name = secrets.token_hex(8) + ("" if saves else _NOT_SAVED)
-        temporary, path = os.path.join(alive, f"{TEMPORARY_PREFIX}{name}"), os.path.join(alive, name)
-        os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        lock = ProcessLock(temporary)
-        os.rename(temporary, path)  # locked from the moment it is visible
+        path = os.path.join(self.path, _ALIVE, name)
+        lock = create_locked(path)
         return lock, LivingProcess(name, os.stat(path).st_mtime_ns)
 
     def has_joined(self, process: LivingProcess) -> bool:

@@ -8,7 +8,7 @@ A slot belongs to the process that holds its lock. `is_filled` in its header is 
 changes, and True after the last one: a slot whose process is killed in between is not taken for whole.
 """
 
-# ruff: noqa: PTH104, PTH108, PTH116, PTH118, PTH123, PTH208 - the calls of `os` by name, as in posix_files.py
+# ruff: noqa: PTH108, PTH116, PTH118, PTH123, PTH208 - the calls of `os` by name, as in posix_files.py
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import msgspec
 import xxhash
 
 from bytecheckpoint.runtime.buffers import advise
-from bytecheckpoint.storage.backends.file_lock import ProcessLock
+from bytecheckpoint.storage.backends.file_lock import ProcessLock, create_locked
 from bytecheckpoint.storage.layout import data_file_name
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 
@@ -108,10 +108,14 @@ class Slot:
 
     @property
     def capacity(self) -> int:
+        """Length of the file now, in bytes."""
         return os.stat(self.path).st_size
 
     @property
     def save_id(self) -> str:
+        """Id of the save that this process has filled it with; empty while it is being filled, and for a slot that was
+        taken over, whatever that holds.
+        """
         return self._header.save_id if self._header is not None else ""
 
     def reserve(self, num_bytes: int, mapping: type[mmap.mmap] = mmap.mmap) -> None:
@@ -203,12 +207,8 @@ def image_starts(lengths: Sequence[int]) -> list[int]:
 
 def create(folder: str) -> Slot:
     """Makes a new slot of 0 bytes, held by this process. The caller holds the folder's lock."""
-    name = secrets.token_hex(8)
-    temporary, path = os.path.join(folder, f"{TEMPORARY_PREFIX}{name}"), os.path.join(folder, name)
-    os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    lock = ProcessLock(temporary)
-    os.rename(temporary, path)  # locked from the moment it is visible
-    return Slot(path, lock)
+    path = os.path.join(folder, secrets.token_hex(8))
+    return Slot(path, create_locked(path))
 
 
 def take(path: str) -> Slot | None:
