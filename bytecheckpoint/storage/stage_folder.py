@@ -86,6 +86,7 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def path(self) -> str:
+        """Path or URL of the checkpoint."""
         return join_name(self.root, self.folder)
 
 
@@ -105,9 +106,6 @@ class StagedFolder:
     def keep_manifest(self, content: bytes) -> None:
         """Writes the manifest durably: from now on, recovery can commit the save."""
         self._write(PENDING_NAME, content)
-
-    def manifest(self) -> bytes | None:
-        return read_manifest(self.store)
 
     def _write(self, name: str, content: bytes) -> None:
         self.store.write(name, one_block(content), replace=True)
