@@ -46,7 +46,7 @@ class CopySlots:
         """
         slot = self._taken.get(owner)
         if slot is not None:
-            return self._image(slot, lengths)
+            return slot.image(lengths)
         num_bytes = slot_file.slot_bytes(lengths)
         with self._job.locked():
             with suppress(FileExistsError):
@@ -126,11 +126,6 @@ class CopySlots:
         content = msgspec.json.encode(list(dict.fromkeys(save_ids)))
         with self._job.locked():  # so that no process takes the file being written for one that a dead process left
             replace_file(os.path.join(self._folder, _NEEDED), content)
-
-    @staticmethod
-    def _image(slot: Slot, lengths: Sequence[int]) -> memoryview:
-        first = slot_file.header_bytes(len(lengths))
-        return memoryview(slot.memory)[first : first + slot_file.image_bytes(lengths)]
 
 
 def scan_copies(job: JobFolder, kind: CopyKind) -> list[FoundSlot]:

@@ -51,15 +51,19 @@ class ProcessLock:
             os.close(fd)
 
 
-def create_locked(path: str) -> ProcessLock:
-    """Makes an empty file, readable by this user alone, that this process has locked from the moment it is visible. A
-    process that is killed meanwhile leaves the file under the name with TEMPORARY_PREFIX.
+def create_locked(path: str, *, mode: int) -> ProcessLock:
+    """Makes an empty file with these permissions that this process has locked from the moment it is visible. A process
+    that is killed meanwhile leaves the file under its name with TEMPORARY_PREFIX.
     """
     folder, _, name = path.rpartition("/")
     temporary = f"{folder}/{TEMPORARY_PREFIX}{name}"
-    os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode))
     lock = ProcessLock(temporary)
-    os.rename(temporary, path)  # noqa: PTH104 - the calls of `os` by name, as in posix_files.py
+    try:
+        os.rename(temporary, path)  # noqa: PTH104 - the calls of `os` by name, as in posix_files.py
+    except BaseException:
+        lock.release()
+        raise
     return lock
 
 

@@ -100,7 +100,7 @@ class JobFolder(NamedTuple):
         """
         name = secrets.token_hex(8) + ("" if saves else _NOT_SAVED)
         path = os.path.join(self.path, _ALIVE, name)
-        lock = create_locked(path)
+        lock = create_locked(path, mode=0o600)
         return lock, LivingProcess(name, os.stat(path).st_mtime_ns)
 
     def has_joined(self, process: LivingProcess) -> bool:

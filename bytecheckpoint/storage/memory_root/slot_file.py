@@ -137,9 +137,8 @@ class Slot:
 
     def begin(self, lengths: Sequence[int]) -> memoryview:
         """Marks the slot as being filled, and returns the memory of an image with these files."""
-        offset = header_bytes(len(lengths))
-        self._write_header(SlotHeader("", 0, 0, False, offset, []))
-        return memoryview(self.memory)[offset : offset + image_bytes(lengths)]
+        self._write_header(SlotHeader("", 0, 0, False, header_bytes(len(lengths)), []))
+        return self.image(lengths)
 
     def fill(
         self, save_id: str, step: int, rank: int, lengths: Sequence[int], *, files: Sequence[tuple[int, int]] = ()
@@ -147,6 +146,11 @@ class Slot:
         """Marks the image as whole, with these files of a save; `files` is as in SlotHeader."""
         offset = header_bytes(len(lengths))
         self._write_header(SlotHeader(save_id, step, rank, True, offset, list(lengths), list(files)))
+
+    def image(self, lengths: Sequence[int]) -> memoryview:
+        """Returns the memory of an image with these files, as it is."""
+        offset = header_bytes(len(lengths))
+        return memoryview(self.memory)[offset : offset + image_bytes(lengths)]
 
     @property
     def memory(self) -> mmap.mmap:
@@ -208,7 +212,7 @@ def image_starts(lengths: Sequence[int]) -> list[int]:
 def create(folder: str) -> Slot:
     """Makes a new slot of 0 bytes, held by this process. The caller holds the folder's lock."""
     path = os.path.join(folder, secrets.token_hex(8))
-    return Slot(path, create_locked(path))
+    return Slot(path, create_locked(path, mode=0o600))
 
 
 def take(path: str) -> Slot | None:
