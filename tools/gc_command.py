@@ -12,11 +12,10 @@ import click
 
 from bytecheckpoint.errors import CheckpointError, and_more
 from bytecheckpoint.memory_tier.flush import JobInMemory, jobs_in_memory, remove_job
-from bytecheckpoint.memory_tier.job_location import location_of
 from bytecheckpoint.storage import garbage, layout, stage_folder
 from bytecheckpoint.storage.garbage import Garbage, Leftover
 from bytecheckpoint.storage.inventory import clock_of
-from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.open_store import open_store, real_location
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, endpoint_of
 
@@ -117,7 +116,8 @@ def gc(
     if in_memory:
         location = None
         if root is not None:
-            location = location_of(open_store(root, storage_options=access.storage_options, writer_threads=1))
+            store = open_store(root, storage_options=access.storage_options, writer_threads=1)
+            location = real_location(store, "")
         return collect_memory(roots, location, min_age_s, is_real=is_real, as_json=as_json)
     if root is None:
         raise click.UsageError("give the ROOT of the checkpoints, or --memory")

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
+from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.memory.host_mapping import HostMapping
 from bytecheckpoint.staging.copy_slots import CopySlots, bytes_of_all_slots
@@ -107,10 +107,9 @@ class JobMemory:
         """
         if self._filling is None:
             raise RuntimeError("a slot is filled before its files are asked for")
-        memory, first = memoryview(self._filling.memory), slot_file.header_bytes(len(self._lengths))
-        starts = slot_file.image_starts(self._lengths)
+        image, starts = self._filling.image(self._lengths), slot_file.image_starts(self._lengths)
         return {
-            file: memory[first + start :][:length].toreadonly()
+            file: image[start:][:length].toreadonly()
             for file, start, length in zip(self._files, starts, self._lengths, strict=False)
         }
 
@@ -347,19 +346,6 @@ class MemoryPart(NamedTuple):
                 kind="unsupported_value",
             )
         return self.slots.take(lengths, max_bytes=self.max_bytes)
-
-
-def refuse_without_step(step: int | None, path: str) -> None:
-    """Raises CheckpointMismatchError (conflict) for a save without a step, which has no place in the order of memory
-    checkpoints.
-    """
-    if step is None:
-        raise CheckpointMismatchError(
-            f"the save to {path} has no step, and memory checkpoints are ordered by it; nothing was written: pass "
-            "step=, or save without Memory",
-            kind="conflict",
-            path=path,
-        )
 
 
 def generation_of(manifest: Manifest) -> int | None:
