@@ -182,12 +182,15 @@ class _Copying:
 
     def settle(self, own: _CopyOutcome) -> _CopyOutcome:
         """Returns one failure of any rank, the same on all ranks. If there is none, gives up older copies and returns
-        an outcome without a failure.
+        an outcome without a failure; else those of saves that failed before give way to the next.
         """
         reply = self._ranks.reduce_scatter(msgspec.msgpack.encode(own), _first_failure)
         outcome = msgspec.msgpack.decode(reply, type=_CopyOutcome)
         if not outcome.failure:
             self._slots.keep_copies_of(self._record.save_id)
+        else:
+            for held in (self._slots.copies, self._slots.parity):
+                held.note_incomplete(self._record.save_id)
         return outcome
 
     def _fetching(self, order: _CopyOrder) -> Fetching:

@@ -33,6 +33,8 @@ class CopySlots:
         self._slots: list[Slot] = []
         self._taken: dict[int, Slot] = {}
         """Slots of the current save, by the rank whose image each is to hold."""
+        self._incomplete: set[str] = set()
+        """Ids of the saves of which another host could not hold all copies."""
 
     def begin_save(self) -> None:
         """Forgets the slots that an earlier save took, and those that somebody has deleted."""
@@ -61,9 +63,17 @@ class CopySlots:
         self._taken[owner].fill(save_id, step, owner, lengths, files=[(owner, number) for number in numbers])
 
     def doubt(self, save_id: str) -> None:
-        """Keeps the copies of this save beside those that are needed: other hosts may go on from it."""
+        """Keeps the copies of this save beside those that are needed: other hosts may go on from it. Those of earlier
+        saves that are incomplete on other hosts are no longer needed.
+        """
         if self._taken:
-            self._write_needed([*self._needed(), save_id])
+            self._write_needed([*(each for each in self._needed() if each not in self._incomplete), save_id])
+
+    def note_incomplete(self, save_id: str) -> None:
+        """Notes that another host lacks copies of this save. Its copies here stay until those of a later save are
+        whole: without the host that they are of, training can go on from it.
+        """
+        self._incomplete.add(save_id)
 
     def settle(self, save_id: str) -> None:
         """Keeps the copies of this save, all of which are whole, and up to as many spare slots. Unlinks other slots
@@ -71,6 +81,7 @@ class CopySlots:
         """
         if not os.path.isdir(self._folder):  # noqa: PTH112
             return
+        self._incomplete.clear()
         self._write_needed([save_id])
         unneeded = [slot for slot in self._slots if slot.save_id != save_id]
         for slot in unneeded[len(self._taken) :]:
