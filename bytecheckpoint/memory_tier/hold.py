@@ -165,13 +165,18 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
         if reply.manifest:
             version_files.add_pending(slots.job, reply.record, reply.manifest)
         divergent = msgspec.msgpack.encode(staged.drop(reply.divergent))
-    with together(ranks, doing, about=about), timer.phase("hold"):
-        slots.doubt(agreed.save_id)
-        ranks.reduce_scatter(divergent, partial(_warn_of_all, prepared))
-        slots.settle(agreed.save_id)
-        slots.note_complete(reply.record)
-        if reply.manifest:
-            _tidy(slots, agreed.save_id, reply.num_on_host)
+    try:
+        with together(ranks, doing, about=about), timer.phase("hold"):
+            slots.doubt(agreed.save_id)
+            ranks.reduce_scatter(divergent, partial(_warn_of_all, prepared))
+            slots.settle(agreed.save_id)
+            slots.note_complete(reply.record)
+            if reply.manifest:
+                _tidy(slots, agreed.save_id, reply.num_on_host)
+    except CheckpointError as error:
+        if error.kind != "rank_missing":  # else other ranks may have completed it
+            slots.note_failure()
+        raise
     prepared.generation = reply.record.generation
     info = msgspec.msgpack.decode(reply.info, type=CheckpointInfo)
     held = HeldSave(_timed(info, timer), reply.record, bool(reply.manifest))

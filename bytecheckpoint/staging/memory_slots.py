@@ -49,6 +49,10 @@ class JobMemory:
         self._warned: set[str] = set()
         self._settled: Collection[str] | None = None
         """Ids of the saves whose slots must stay; None while only the files in the job's folder say which they are."""
+        self._doubted = ""
+        """Id of the save of which this rank does not know whether it is complete."""
+        self._failed: set[str] = set()
+        """Ids of doubted saves that are complete nowhere."""
         self._generation = self._number = 0
         """The highest that any rank was seen to know."""
         self.opens_generation = True
@@ -123,8 +127,17 @@ class JobMemory:
         self._filling.fill(save_id, step, rank, self._lengths, files=self._files)
 
     def doubt(self, save_id: str) -> None:
-        """Keeps the slots of this save as well: other ranks may learn that it is complete while this rank does not."""
-        self._settled = {*self._needed(), save_id}
+        """Keeps the slots of this save as well, which is whole on all ranks: others may learn that it is complete while
+        this rank does not. Forgets doubted saves before it that have failed.
+        """
+        for failed in self._failed:
+            version_files.remove(self.job, failed)
+        self._settled = {*self._needed(), save_id} - self._failed
+        self._doubted, self._failed = save_id, set()
+
+    def note_failure(self) -> None:
+        """Notes that the doubted save, if any, is complete nowhere. Its slots stay until a later save is whole."""
+        self._failed |= {self._doubted} - {""}
 
     def settle(self, save_id: str, *, is_protected: bool = False) -> None:
         """Keeps the slots of this save, which is complete on all hosts, or from which all ranks have resumed; unless
@@ -133,6 +146,7 @@ class JobMemory:
         """
         protected = "" if is_protected else version_files.protected_save(self.job)
         self._settled = {save_id, protected} - {""}
+        self._doubted, self._failed = "", set()
         unneeded = [slot for slot in self._slots if slot.save_id not in self._settled]
         num_kept = len(self._slots) - len(unneeded)
         for slot in unneeded[max(_SLOTS + (num_kept > 1) - num_kept, 0) :]:  # more than two: see `doubt`

@@ -11,10 +11,12 @@ import torch
 import xxhash
 
 import bytecheckpoint as bcp
+from bytecheckpoint.memory_tier import hold
 from bytecheckpoint.memory_tier.flush import jobs_in_memory, remove_job
 from bytecheckpoint.storage import object_io
 from bytecheckpoint.storage.memory_root import slot_file
 from bytecheckpoint.storage.memory_root.job_folder import find_jobs
+from bytecheckpoint.storage.memory_root.version_files import read_versions
 from distributed.workers import WorkerPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:the memory root")
@@ -68,6 +70,27 @@ def test_saves_go_on_in_new_slots_after_somebody_has_emptied_the_memory_root(
     (job,) = jobs_in_memory([str(tmp_path / "memory")], None)
     assert job.num_living == 1
     assert "(1 of 1), which this process did not delete" in caplog.text
+
+
+def test_slots_do_not_pile_up_while_saves_fail_after_they_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kept another slot, until memory was full: on all hosts, where one of them had no room for a manifest."""
+
+    def refuse(*_: object) -> None:
+        raise OSError("no room")
+
+    state = {"x": torch.ones(NUMEL)}
+    bcp.save(tmp_path / "ckpt", state, step=0, options=options(tmp_path), to="memory")
+    with monkeypatch.context() as patch:
+        patch.setattr(hold, "_warn_of_all", refuse)
+        for step in range(1, 6):
+            with pytest.raises(bcp.CheckpointSaveError, match="no room"):
+                bcp.save(tmp_path / "ckpt", state, step=step, options=options(tmp_path), to="memory")
+    ((job, _),) = find_jobs(str(tmp_path / "memory"))
+    assert (len(slots_of(tmp_path)), len(read_versions(job))) == (3, 2)
+    bcp.save(tmp_path / "ckpt", state, step=6, options=options(tmp_path), to="memory")
+    assert len(slots_of(tmp_path)) == 2
 
 
 def test_a_warm_up_for_memory_needs_the_path_of_the_saves(tmp_path: Path) -> None:
