@@ -11,12 +11,11 @@ from typing import Any
 import click
 
 from bytecheckpoint.errors import CheckpointError, and_more
-from bytecheckpoint.memory_tier.flush import JobInMemory, age_s, jobs_in_memory, remove_job
-from bytecheckpoint.memory_tier.job_location import location_of
+from bytecheckpoint.memory_tier.flush import JobInMemory, jobs_in_memory, remove_job
 from bytecheckpoint.storage import garbage, layout, stage_folder
-from bytecheckpoint.storage.garbage import Garbage, GarbageObject
+from bytecheckpoint.storage.garbage import Garbage, Leftover
 from bytecheckpoint.storage.inventory import clock_of
-from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.open_store import open_store, real_location
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, endpoint_of
 
@@ -54,7 +53,7 @@ class GarbageRow:
     is_dead: bool
     why: str
     """Reason why it is taken for dead or for alive."""
-    leftover: GarbageObject | None = None
+    leftover: Leftover | None = None
     """None for the files in a local stage."""
     is_removed: bool = False
 
@@ -117,7 +116,8 @@ def gc(
     if in_memory:
         location = None
         if root is not None:
-            location = location_of(open_store(root, storage_options=access.storage_options, writer_threads=1))
+            store = open_store(root, storage_options=access.storage_options, writer_threads=1)
+            location = real_location(store, "")
         return collect_memory(roots, location, min_age_s, is_real=is_real, as_json=as_json)
     if root is None:
         raise click.UsageError("give the ROOT of the checkpoints, or --memory")
@@ -179,7 +179,7 @@ def _state(job: JobInMemory, min_age_s: float, *, is_real: bool) -> str:
     """Returns the state of a job's memory, after its removal if it is dead and `is_real`."""
     if job.num_living:
         return "lives"
-    if age_s(job) < min_age_s:
+    if job.age_s < min_age_s:
         return "young"
     if not is_real:
         return "dead"
@@ -187,7 +187,7 @@ def _state(job: JobInMemory, min_age_s: float, *, is_real: bool) -> str:
     return {"removed": "removed", "gone": "removed by another process", "lives": _TAKEN}[outcome]
 
 
-def _row(store: Store, item: GarbageObject, now_s: float, min_age_s: float, save_ids: Collection[str]) -> GarbageRow:
+def _row(store: Store, item: Leftover, now_s: float, min_age_s: float, save_ids: Collection[str]) -> GarbageRow:
     is_named = item.save_id in save_ids
     is_old = item.is_dead(now_s=now_s, min_age_s=min_age_s)
     why = "named" if is_named else "old" if is_old else "age unknown" if item.newest_s is None else "young"

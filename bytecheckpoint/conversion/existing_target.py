@@ -4,7 +4,6 @@ is.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,8 +21,9 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import TargetFormat
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.storage.open_store import real_location
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store, UnconditionalStore, full_location
+from bytecheckpoint.storage.store import Store, UnconditionalStore
 
 _FORMATS = {"bcp": OWN_FORMAT, "hf": "safetensors", "dcp": "torch.distributed.checkpoint", "torch": "torch.save"}
 _HF_SHARD = re.compile(r"\Amodel-(?:[0-9a-f]{8}-)?[0-9]{5}-of-[0-9]{5}\.safetensors\Z")
@@ -134,8 +134,8 @@ def refuse_own_files(place: TargetPlace, existing: ExistingTarget, names: Iterab
 
 def files_of_source(place: TargetPlace, names: Iterable[str], source: Source) -> set[str]:
     """Returns those of these names at the target that are files of the source."""
-    used = {_real_path(source.store, join_name(source.folder, file.name)) for file in source.manifest.files}
-    return {name for name in names if _real_path(place.store, name) in used}
+    used = {real_location(source.store, join_name(source.folder, file.name)) for file in source.manifest.files}
+    return {name for name in names if real_location(place.store, name) in used}
 
 
 def stale_after_link(place: TargetPlace, replaced: Sequence[str], source: Source) -> list[str]:
@@ -146,12 +146,6 @@ def stale_after_link(place: TargetPlace, replaced: Sequence[str], source: Source
     others = [name for name in replaced if name.rpartition("/")[2] not in of_source]
     kept = files_of_source(place, others, source)
     return [name for name in others if name not in kept]
-
-
-def _real_path(store: Store, name: str) -> str:
-    return (
-        os.path.realpath(join_name(str(store), name)) if isinstance(store, LocalStore) else full_location(store, name)
-    )
 
 
 def _file(place: TargetPlace, listing: Mapping[str, int | None], *, overwrite: bool) -> ExistingTarget:

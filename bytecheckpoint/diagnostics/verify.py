@@ -17,7 +17,15 @@ from bytecheckpoint.loading.replacement import refuse_replaced
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, Sample
 from bytecheckpoint.region import describe
 from bytecheckpoint.runtime.threads import map_jobs
-from bytecheckpoint.storage.checksum_scan import ScanFault, ScanRange, find_files, ranges_of, scan, size_faults
+from bytecheckpoint.storage.checksum_scan import (
+    ScanFault,
+    ScanRange,
+    find_files,
+    ranges_of,
+    sample_extents,
+    scan,
+    size_faults,
+)
 from bytecheckpoint.storage.layout import DATA_FOLDER
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.safetensors_header import (
@@ -106,7 +114,7 @@ def verify_checkpoint(
     pieces = (
         piece
         for index, (file, size) in enumerate(zip(files, sizes, strict=True))
-        for piece in ranges_of(index, file, end=size or 0, sample_percent=sample_percent, rng=rng)
+        for piece in ranges_of(index, file, end=size or 0, chosen=sample_extents(file, sample_percent, rng))
     )
     names = [join_name(folder, file.name) for file in files]
     scan(store, names, pieces, threads=threads, on_done=on_done)

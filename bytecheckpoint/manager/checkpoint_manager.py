@@ -48,7 +48,7 @@ from bytecheckpoint.options import Memory
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.open_store import fix_place, open_store
+from bytecheckpoint.storage.open_store import absolute_path, open_store
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -83,7 +83,7 @@ class CheckpointManager:
         """
         check_policies(save=save, keep=keep)
         self._options, memory_policy = with_memory(check_options(options), memory, memory_every)
-        self._root, self._role = fix_place(layout.root_of(root, role)), role
+        self._root, self._role = absolute_path(layout.root_of(root, role)), role
         self._policy, self._keep = save, keep
         self._goodput = Goodput()
         timeout_s = self._options.save.timeout_s

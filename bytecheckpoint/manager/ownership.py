@@ -188,7 +188,7 @@ def _clear(store: Store, folder: str, prefixes: tuple[str, ...]) -> None:
             _withdraw_manifest(store, leftover)
 
 
-def _withdraw_manifest(store: Store, leftover: garbage.GarbageObject) -> None:
+def _withdraw_manifest(store: Store, leftover: garbage.Leftover) -> None:
     """Deletes the manifest of a save that committed while its data was being deleted, if files are missing now: the
     checkpoint would not load. The process of that save reports it as superseded.
     """

@@ -10,12 +10,11 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 
 from bytecheckpoint.memory.cuda_device import on_cuda
+from bytecheckpoint.runtime.buffers import advise
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -67,15 +66,10 @@ class HostMapping(mmap.mmap):
         self.unpin()  # before it is unmapped
 
 
-def map_memory(num_bytes: int, *, advice: Sequence[str] = ()) -> HostMapping:
-    """Returns anonymous memory. Gives the kernel, where it takes them, the advice MADV_DONTFORK and the advices in
-    `advice`, names such as MADV_HUGEPAGE.
-    """
+def map_memory(num_bytes: int, *, large_pages: bool) -> HostMapping:
+    """Returns anonymous memory, which a forked child does not have. `large_pages` is as in `advise`."""
     memory = HostMapping(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A forked data loader does not need it, and would slow down every copy.
-    for name in (*advice, "MADV_DONTFORK"):
-        with suppress(OSError, AttributeError):
-            memory.madvise(getattr(mmap, name))
+    advise(memory, large_pages=large_pages)
     return memory
 
 

@@ -1,29 +1,35 @@
 """Finds the data files in memory whose bytes are not those that were saved, after a load of a version failed: checks
-every file that the ranks of a host read, extent by extent.
+every file that the ranks of a host read, by its checksums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import xxhash
-
-from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.manifest.ranges import cut_blocks
 from bytecheckpoint.memory_tier.seen import HostView
-from bytecheckpoint.runtime.threads import map_jobs
+from bytecheckpoint.storage.checksum_scan import ScanFault, ScanRange, ranges_of, scan
 from bytecheckpoint.storage.memory_root.held_store import HeldStore
 from bytecheckpoint.storage.memory_root.slot_file import FilePlace
-from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
 _THREADS = 4
 
 
 def damaged_files(store: HeldStore, files: Sequence[DataFile]) -> list[str]:
     """Returns the names of the files that cannot be read as they were saved."""
-    is_damaged = map_jobs(lambda file: not _is_whole(store, file), files, num_threads=_THREADS)
-    return [file.name for file, damaged in zip(files, is_damaged, strict=True) if damaged]
+    names = [file.name for file in files]
+    damaged: set[str] = set()
+
+    def note(item: ScanRange, faults: Sequence[ScanFault]) -> None:
+        damaged.update(names[item.file] for _ in faults)
+
+    ranges = (
+        each
+        for number, file in enumerate(files)
+        for each in ranges_of(number, file, end=file.byte_length, chosen=range(len(file.extent_lengths)))
+    )
+    scan(store, names, ranges, threads=_THREADS, on_done=note)
+    return [name for name in names if name in damaged]
 
 
 def choose_good_places(view: HostView, save_id: str, files: Sequence[DataFile]) -> None:
@@ -41,22 +47,3 @@ def choose_good_places(view: HostView, save_id: str, files: Sequence[DataFile]) 
 
 def _damaged_at(place: FilePlace, file: DataFile) -> list[str]:
     return damaged_files(HeldStore({file.name: place}, b"", shown=place.path, elsewhere={}), [file])
-
-
-def _is_whole(store: HeldStore, file: DataFile) -> bool:
-    """Returns True if every extent of a file can be read and matches its checksum."""
-    blocks = cut_blocks(file.extent_lengths, max_bytes=BLOCK_BYTES)
-    memory = memoryview(bytearray(max((block.byte_length for block in blocks), default=0)))
-    for block in blocks:
-        content = memory[: block.byte_length]
-        try:
-            store.read_into(file.name, block.byte_offset, content)
-        except CheckpointError:
-            return False
-        start = 0
-        for extent in block.extents:
-            end = start + file.extent_lengths[extent]
-            if xxhash.xxh3_64_intdigest(content[start:end]) != file.extent_digests[extent]:
-                return False
-            start = end
-    return True

@@ -22,7 +22,6 @@ from bytecheckpoint.errors import (
     CheckpointSaveError,
 )
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.memory_tier.job_location import location_of
 from bytecheckpoint.memory_tier.parity_block import scan_parity
 from bytecheckpoint.memory_tier.rebuild import is_whole_block, mapped_file, rebuild_member
 from bytecheckpoint.planner.memory_tier.resume_plan import ParityMember
@@ -36,7 +35,7 @@ from bytecheckpoint.storage.memory_root.job_folder import JobFolder, find_job, f
 from bytecheckpoint.storage.memory_root.slot_file import FilePlace
 from bytecheckpoint.storage.memory_root.version_files import HeldVersion
 from bytecheckpoint.storage.object_io import BLOCK_BYTES, copy_file
-from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.open_store import open_store, real_location
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, one_block
 
@@ -86,8 +85,8 @@ class JobInMemory(NamedTuple):
     num_slots: int
     num_bytes: int
     num_living: int
-    changed_s: float
-    """Time of the last change of a version, or of the folder, in seconds since 1970."""
+    age_s: float
+    """Seconds since the last change of a version, or of the folder."""
 
 
 def _distinct(roots: Sequence[str]) -> list[str]:
@@ -129,7 +128,7 @@ def flush(path: str, roots: Sequence[str], *, storage_options: Mapping[str, Any]
     and the errors of the store.
     """
     store = open_store(path, storage_options=storage_options, writer_threads=_WRITERS)
-    jobs = [job for root in _distinct(roots) if (job := find_job(root, location_of(store))) is not None]
+    jobs = [job for root in _distinct(roots) if (job := find_job(root, real_location(store, ""))) is not None]
     versions = [version for job in jobs for version in _versions(job)]
     if not versions:
         raise CheckpointNotFoundError(
@@ -169,14 +168,12 @@ def _upload_version(store: Store, version: HeldVersion, jobs: Sequence[JobFolder
         raise layout.exists_error(location)
     refuse_beside(store, folder, is_step=True)
     upload = _Upload(store, version, jobs)
-    stored_sizes = _sizes(store, folder)
-    for file in version.files:
-        if stored_sizes.get(file.name) != file.byte_length:
-            upload.upload_file(file)
-    if missing := _missing(store, version):
+    for file in _missing(store, version):
+        upload.upload_file(file)
+    if missing := [file.name for file in _missing(store, version)]:
         upload.upload_parity(missing)
         upload.upload_rebuilt(missing)
-        missing = _missing(store, version)
+        missing = [file.name for file in _missing(store, version)]
     if not missing:
         layout.commit(store, folder, version.content, replace=False)
         upload.remove_parity()
@@ -185,9 +182,10 @@ def _upload_version(store: Store, version: HeldVersion, jobs: Sequence[JobFolder
     )
 
 
-def _missing(store: Store, version: HeldVersion) -> list[str]:
-    stored_sizes = _sizes(store, version.record.folder)
-    return [file.name for file in version.files if stored_sizes.get(file.name) != file.byte_length]
+def _missing(store: Store, version: HeldVersion) -> list[DataFile]:
+    """Returns the data files of a version that are not at the path with their length."""
+    sizes = store.list(join_name(version.record.folder, layout.DATA_FOLDER))
+    return [file for file in version.files if sizes.get(file.name.rpartition("/")[2]) != file.byte_length]
 
 
 class _Upload:
@@ -287,7 +285,7 @@ def jobs_in_memory(roots: Sequence[str], location: str | None) -> list[JobInMemo
                         len(slots),
                         sum(slot.capacity for slot in slots),
                         _num_living(job),
-                        _changed_s(job),
+                        time.time() - _changed_s(job),
                     )
                 )
     return found
@@ -382,13 +380,3 @@ def _holders(job: JobFolder) -> Iterator[tuple[str, FilePlace]]:
     """Yields name and place of each data file of all saves that a job holds: own slots first, then copies."""
     for slot in (*slot_file.scan(job.slots), *scan_copies(job, "copies")):
         yield from slot.places().items()
-
-
-def _sizes(store: Store, folder: str) -> dict[str, int | None]:
-    names = store.list(join_name(folder, layout.DATA_FOLDER))
-    return {f"{layout.DATA_FOLDER}/{name}": size for name, size in names.items()}
-
-
-def age_s(job: JobInMemory) -> float:
-    """Returns the seconds since the last change of a job's memory."""
-    return time.time() - job.changed_s

@@ -84,8 +84,6 @@ class HeldSave(NamedTuple):
 
     info: CheckpointInfo
     record: VersionRecord
-    holdings: Sequence[RankHolding]
-    """Holdings of all ranks, on the coordinator; empty on other ranks."""
     records_for_host: bool
     """True on the one rank of each host that records what the host holds."""
 
@@ -159,25 +157,29 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
     ranks, about, timer = prepared.call
     prepared.snapshot.wait()
     doing = f"holding {target.path} in memory"
-    holdings: list[RankHolding] = []
     with together(ranks, doing, about=about), timer.phase("hold"):
         staged = _StagedFiles(prepared, slots)
         holding = _holding(slots, staged, prepared.options.memory)
-        reduce = partial(_agree, prepared, metadata, holdings)
+        reduce = partial(_agree, prepared, metadata)
         reply = msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(holding), reduce), type=_HoldReply)
         if reply.manifest:
             version_files.add_pending(slots.job, reply.record, reply.manifest)
         divergent = msgspec.msgpack.encode(staged.drop(reply.divergent))
-    with together(ranks, doing, about=about), timer.phase("hold"):
-        slots.doubt(agreed.save_id)
-        ranks.reduce_scatter(divergent, partial(_warn_of_all, prepared))
-        slots.settle(agreed.save_id)
-        slots.note_complete(reply.record)
-        if reply.manifest:
-            _tidy(slots, agreed.save_id, reply.num_on_host)
+    try:
+        with together(ranks, doing, about=about), timer.phase("hold"):
+            slots.doubt(agreed.save_id)
+            ranks.reduce_scatter(divergent, partial(_warn_of_all, prepared))
+            slots.settle(agreed.save_id)
+            slots.note_complete(reply.record)
+            if reply.manifest:
+                _tidy(slots, agreed.save_id, reply.num_on_host)
+    except CheckpointError as error:
+        if error.kind != "rank_missing":  # else other ranks may have completed it
+            slots.note_failure()
+        raise
     prepared.generation = reply.record.generation
     info = msgspec.msgpack.decode(reply.info, type=CheckpointInfo)
-    held = HeldSave(_timed(info, timer), reply.record, holdings, bool(reply.manifest))
+    held = HeldSave(_timed(info, timer), reply.record, bool(reply.manifest))
     prepared.progress.reach("process", held.info)
     return held
 
@@ -290,13 +292,13 @@ def _warn_of_all(prepared: PreparedSave, payloads: Sequence[bytes]) -> Sequence[
 
 
 def _holding(slots: JobMemory, staged: _StagedFiles, memory: Memory | None) -> RankHolding:
-    generation, number = slots.seen()
+    (generation, number), process = slots.seen(), slots.process
     return RankHolding(
         report=staged.report,
         host=slots.job.host,
         failure_domain=memory.failure_domain if memory is not None else None,
-        process=slots.process.name,
-        since_ns=slots.process.since_ns,
+        process=process.name,
+        since_ns=process.since_ns,
         others=[(other.name, other.since_ns) for other in slots.others()],
         generation=generation,
         number=number,
@@ -305,17 +307,10 @@ def _holding(slots: JobMemory, staged: _StagedFiles, memory: Memory | None) -> R
     )
 
 
-def _agree(
-    prepared: PreparedSave,
-    metadata: Mapping[str, Any],
-    holdings: list[RankHolding],
-    payloads: Sequence[bytes],
-) -> Sequence[bytes]:
-    """Makes the manifest, and returns the encoded `_HoldReply` to each rank. Called on the coordinator only, where it
-    also fills `holdings` from `payloads`.
-    """
+def _agree(prepared: PreparedSave, metadata: Mapping[str, Any], payloads: Sequence[bytes]) -> Sequence[bytes]:
+    """Makes the manifest, and returns the encoded `_HoldReply` to each rank. Called on the coordinator only."""
     call, target = prepared.call, prepared.target
-    holdings += [msgspec.msgpack.decode(payload, type=RankHolding) for payload in payloads]
+    holdings = [msgspec.msgpack.decode(payload, type=RankHolding) for payload in payloads]
     refuse_other_jobs(holdings, call.ranks, target.path)
     refuse_mixed_domains(holdings, call.ranks)
     generation = max(each.generation for each in holdings) + any(each.opens_generation for each in holdings)

@@ -8,13 +8,14 @@ from functools import partial
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import xxhash
 
 from bytecheckpoint.distributed.rendezvous import Address
 from bytecheckpoint.distributed.transfer import Fetching, SentPiece
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.memory_tier.parity import xor_into
-from bytecheckpoint.memory_tier.pieces import PIECE_BYTES, check_extents
+from bytecheckpoint.memory_tier.pieces import PIECE_BYTES, ExtentCheck
 from bytecheckpoint.options import Memory
 from bytecheckpoint.planner.memory_tier.parity_plan import PlacedPiece, form_groups, pieces_at, segment_bytes
 from bytecheckpoint.planner.memory_tier.placement import RankPlace
@@ -113,7 +114,7 @@ class ParityBlock:
         notes = msgspec.msgpack.encode(_BlockNotes(order.held, (1 << 64) - 1))
         self._lengths = [self._length, len(notes)]
         self._image = self._slot.take(self._position, self._lengths, max_bytes=memory.max_bytes)
-        self._image[: self._length] = bytes(self._length)
+        np.frombuffer(self._image, np.uint8)[: self._length] = 0  # without the GIL, which training needs
         self._missing_pieces: dict[str, list[PlacedPiece]] = {}
         for placed in pieces_at(self._position, order.held.members):
             self._missing_pieces.setdefault(placed.piece.file, []).extend(_cut(placed))
@@ -132,10 +133,11 @@ class ParityBlock:
             for number, name in names.items()
             for placed in self._missing_pieces.get(name, ())
         }
+        checks = {number: ExtentCheck(files[name]) for number, name in names.items()}
 
         def take(piece: SentPiece, content: memoryview) -> None:
             placed = places[piece]
-            check_extents(files[placed.piece.file], piece, content, owner=global_rank)
+            checks[piece.file].check(piece.byte_offset, content, owner=global_rank)
             with self._lock:
                 xor_into(self._image, placed.byte_offset, content)
                 self._missing_pieces[placed.piece.file].remove(placed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,19 +12,16 @@ from typing import Any
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.memory_tier.hold import hold, hold_and_finish
-from bytecheckpoint.memory_tier.job_location import location_of
 from bytecheckpoint.options import Memory, SaveOptions
 from bytecheckpoint.planner.memory_tier.placement import RankPlace
 from bytecheckpoint.saving.global_plan import ReplicaCopies
 from bytecheckpoint.saving.in_flight import ProcessState
 from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.saving.target import SaveTarget
-from bytecheckpoint.staging.memory_slots import JobMemory, MemoryPart, refuse_without_step
+from bytecheckpoint.staging.memory_slots import JobMemory, MemoryPart
 from bytecheckpoint.storage.memory_root.job_folder import is_in_memory, open_job
-from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.open_store import open_store, real_location
 from bytecheckpoint.storage.store import Store
-
-logger = logging.getLogger("bytecheckpoint")
 
 DESTINATIONS = ("storage", "memory")
 
@@ -67,7 +63,13 @@ def memory_part(process: ProcessState, target: SaveTarget, options: SaveOptions,
     """
     if options.memory is None:
         return None
-    refuse_without_step(target.step, target.path)
+    if target.step is None:
+        raise CheckpointMismatchError(
+            f"the save to {target.path} has no step, and memory checkpoints are ordered by it; nothing was written: "
+            "pass step=, or save without Memory",
+            kind="conflict",
+            path=target.path,
+        )
     return MemoryPart(memory_of(process, options.memory, target.store), is_only, options.memory.max_bytes)
 
 
@@ -103,7 +105,7 @@ def replicas_of(part: MemoryPart | None, options: SaveOptions) -> ReplicaCopies 
 def memory_of(process: ProcessState, memory: Memory, store: Store) -> JobMemory:
     """Returns the part of this process in the memory of the job that saves to this root."""
     root = os.fspath(memory.root)
-    job = open_job(root, location_of(store))
+    job = open_job(root, real_location(store, ""))
     if job.path not in process.memories:
         if not is_in_memory(root):
             warnings.warn(

@@ -21,7 +21,7 @@ from bytecheckpoint.distributed.transfer import Fetching, SentPiece, nothing_fro
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.memory_tier.parity_block import ParityBlock, ParityOrder, ParitySource, order_parity
-from bytecheckpoint.memory_tier.pieces import check_extents, pieces_of
+from bytecheckpoint.memory_tier.pieces import ExtentCheck, pieces_of
 from bytecheckpoint.options import Memory
 from bytecheckpoint.planner.memory_tier.mirrors import place_missing
 from bytecheckpoint.planner.memory_tier.placement import RankPlace
@@ -182,18 +182,22 @@ class _Copying:
 
     def settle(self, own: _CopyOutcome) -> _CopyOutcome:
         """Returns one failure of any rank, the same on all ranks. If there is none, gives up older copies and returns
-        an outcome without a failure.
+        an outcome without a failure; else those of saves that failed before give way to the next.
         """
         reply = self._ranks.reduce_scatter(msgspec.msgpack.encode(own), _first_failure)
         outcome = msgspec.msgpack.decode(reply, type=_CopyOutcome)
         if not outcome.failure:
             self._slots.keep_copies_of(self._record.save_id)
+        else:
+            for held in (self._slots.copies, self._slots.parity):
+                held.note_incomplete(self._record.save_id)
         return outcome
 
     def _fetching(self, order: _CopyOrder) -> Fetching:
         files = {number: self._file(order.owner, number) for number in order.numbers}
         image = self._slots.copies.take(order.owner, order.lengths, max_bytes=self._memory.max_bytes)
         starts = dict(zip(order.numbers, slot_file.image_starts(order.lengths), strict=False))
+        checks = {number: ExtentCheck(file) for number, file in files.items()}
         if order.owner not in self._missing_pieces:
             self._missing_pieces[order.owner] = [
                 piece for number, file in files.items() for piece in pieces_of(number, file)
@@ -204,7 +208,7 @@ class _Copying:
             return image[starts[piece.file] + piece.byte_offset :][: piece.byte_length]
 
         def take(piece: SentPiece, content: memoryview) -> None:
-            check_extents(files[piece.file], piece, content, owner=self._ranks.global_ranks[order.owner])
+            checks[piece.file].check(piece.byte_offset, content, owner=self._ranks.global_ranks[order.owner])
             missing.remove(piece)
 
         return Fetching(order.owner, order.address, [*missing], memory, take)

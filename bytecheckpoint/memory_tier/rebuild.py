@@ -25,7 +25,7 @@ from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.memory.host_mapping import map_memory
 from bytecheckpoint.memory_tier.parity import xor_into
 from bytecheckpoint.memory_tier.parity_block import FoundParity
-from bytecheckpoint.memory_tier.pieces import PIECE_BYTES, check_extents
+from bytecheckpoint.memory_tier.pieces import PIECE_BYTES, ExtentCheck
 from bytecheckpoint.planner.memory_tier.parity_plan import pieces_without, plan_rebuild, segment_bytes
 from bytecheckpoint.planner.memory_tier.resume_plan import (
     DamagedHolding,
@@ -227,7 +227,7 @@ def rebuild_member(
     position = 0
     for name, byte_length in members[lost].files:
         file = memoryview(content)[position : position + byte_length]
-        check_extents(files[name], SentPiece(0, 0, byte_length), file, owner=None)
+        ExtentCheck(files[name]).check(0, file, owner=None)
         yield name, file
         position += byte_length
 
@@ -247,7 +247,7 @@ class _Rebuild:
         self._global_ranks = global_ranks
         self._length = segment_bytes(order.members)
         self._lock = threading.Lock()
-        self._content = memoryview(map_memory(self._length * (len(order.members) - 1), advice=["MADV_HUGEPAGE"]))
+        self._content = memoryview(map_memory(self._length * (len(order.members) - 1), large_pages=True))
 
     def fetches(self) -> list[Fetching]:
         """Returns a fetch from each other member, of its segments and its parity."""
@@ -269,14 +269,14 @@ class _Rebuild:
     def _fetching(self, owner: int, places: Mapping[SentPiece, Sequence[int]]) -> Fetching:
         rank, address = self._order.servers[owner]
         scratch = memoryview(bytearray(PIECE_BYTES))
-        names = [name for name, _ in self._order.members[owner].files]
+        checks = [ExtentCheck(self._inputs.files[name]) for name, _ in self._order.members[owner].files]
 
         def memory(piece: SentPiece) -> memoryview:
             return scratch[: piece.byte_length]
 
         def take(piece: SentPiece, content: memoryview) -> None:
-            if piece.file < len(names):
-                check_extents(self._inputs.files[names[piece.file]], piece, content, owner=self._global_ranks[rank])
+            if piece.file < len(checks):  # the piece behind the files is parity
+                checks[piece.file].check(piece.byte_offset, content, owner=self._global_ranks[rank])
             with self._lock:
                 for place in places[piece]:
                     xor_into(self._content, place, content)
@@ -292,7 +292,7 @@ class _Rebuild:
         for name, length in self._order.members[self._order.lost].files:
             rank, number = _rank_and_number(name)
             file = content[position : position + length]
-            check_extents(self._inputs.files[name], SentPiece(0, 0, length), file, owner=None)
+            ExtentCheck(self._inputs.files[name]).check(0, file, owner=None)
             by_rank.setdefault(rank, {})[number] = file
             position += length
         for rank, files in by_rank.items():

@@ -27,7 +27,6 @@ from bytecheckpoint.info import LoadReport
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.memory_tier.damage import choose_good_places, damaged_files
-from bytecheckpoint.memory_tier.job_location import location_of
 from bytecheckpoint.memory_tier.part_of_save import memory_of
 from bytecheckpoint.memory_tier.rebuild import RebuildInput, needs_rebuild, rebuild
 from bytecheckpoint.memory_tier.seen import (
@@ -56,7 +55,7 @@ from bytecheckpoint.storage.credentials import showable_url, shown_path
 from bytecheckpoint.storage.layout import parse_manifest, root_of, step_folder
 from bytecheckpoint.storage.memory_root.held_store import HeldStore, StoredAt
 from bytecheckpoint.storage.memory_root.slot_file import FilePlace
-from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.open_store import open_store, real_location
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -114,9 +113,9 @@ class ResumeCall:
         process_group: dist.ProcessGroup | None,
         role: str | None,
         storage_options: Mapping[str, Any] | None,
-        abandoned: Collection[int] | None = None,
+        abandoned: Collection[int] | None,
     ) -> None:
-        """`abandoned` are the steps that a managed run has left: of its path it loads only others. None without it."""
+        """`abandoned` are the steps that a managed run has left: it loads only others of its path. None for others."""
         self._path, self._role = path, role
         self._is_managed, self._abandoned = abandoned is not None, abandoned or ()
         self._options = options
@@ -155,14 +154,14 @@ class ResumeCall:
                 if choice.is_stored_only:
                     report = calls.at_path(step=version.step)
                 else:
-                    report = calls.opened(opened=partial(self._open, choice, content))
+                    report = calls.opened(opened=partial(self._open, version, choice, content))
             except CheckpointError as error:
                 if not _is_damage(error):
                     raise
                 logger.error("step %d is not resumed from what was tried: %s", version.step, error.message)
-                self._note_damage(choice, content, error)
+                self._note_damage(version, choice.hosts, content, error)
             else:
-                return replace(report, sources=self._settle(choice))
+                return replace(report, sources=self._settle(version, is_stored_only=choice.is_stored_only))
 
     def _choose(self) -> tuple[_Choice, bytes]:
         """Agrees with all ranks on the version to load next. Returns it with its encoded manifest, which is empty if
@@ -176,7 +175,7 @@ class ResumeCall:
             view = look_at_host(memory.job, None if stage is None else str(stage), store)
             self._view = view
             message = _Seen(
-                location_of(store),
+                real_location(store, ""),
                 SeenByRank(memory.job.host, view.versions),
                 view.folders,
                 self._damaged,
@@ -207,7 +206,7 @@ class ResumeCall:
             self._store = open_store(root, storage_options=self._storage_options, writer_threads=1, timeout_s=timeout_s)
             self._about = self._about._replace(path=showable_url(root))  # the role included
             self._memory = memory_of(process, self._options.memory, self._store)
-            self._memory.join_to_resume()
+            self._memory.register()
         return self._store, self._memory
 
     def _plan(self, ranks: Ranks, store: Store, payloads: Sequence[bytes]) -> Sequence[bytes]:
@@ -276,11 +275,11 @@ class ResumeCall:
             content = gathered[choice.manifest_from] if ranks.rank == COORDINATOR else b""
         return ranks.broadcast(content)
 
-    def _open(self, choice: _Choice, content: bytes, ranks: Ranks, options: LoadOptions) -> Source:
+    def _open(
+        self, version: VersionPlan, choice: _Choice, content: bytes, ranks: Ranks, options: LoadOptions
+    ) -> Source:
         """Returns the version as this rank can read it."""
-        version, store = choice.version, self._store
-        if version is None or store is None:
-            raise TypeError("no version was chosen")
+        store, _ = self._open_job()
         path = join_name(str(store), choice.folder)
         manifest = parse_manifest(content, path=path, check_all=False)
         host = choice.hosts[ranks.rank]
@@ -333,16 +332,17 @@ class ResumeCall:
             self._damaged += rebuild(ranks, memory, inputs, timeout_s=timeout_s, max_bytes=max_bytes)
         ranks.close()
 
-    def _note_damage(self, choice: _Choice, content: bytes, error: CheckpointError) -> None:
-        """Looks for the holders on this host that caused the failure; the ranks of a host divide the files."""
-        version, held = choice.version, self._held
-        self._failed, self._failure = version.save_id if version is not None else "", error.message
-        self._was_rebuilt = False
-        if version is None or held is None or not content:
+    def _note_damage(self, version: VersionPlan, hosts: Sequence[str], content: bytes, error: CheckpointError) -> None:
+        """Looks for the holders on this host that caused the failure; the ranks of a host divide the files. `hosts` has
+        the host of each rank.
+        """
+        held = self._held
+        self._failed, self._failure, self._was_rebuilt = version.save_id, error.message, False
+        if held is None or not content:
             return
-        rank = dist.get_rank(self._group) if len(choice.hosts) > 1 else 0
-        host = choice.hosts[rank]
-        host_ranks = [other for other, name in enumerate(choice.hosts) if name == host]
+        rank = dist.get_rank(self._group) if len(hosts) > 1 else 0
+        host = hosts[rank]
+        host_ranks = [other for other, name in enumerate(hosts) if name == host]
         places = self._places(version, host)
         files = {file.name: file for file in parse_manifest(content, path="", check_all=False).files}
         own = [files[name] for name in sorted(places)][host_ranks.index(rank) :: len(host_ranks)]
@@ -365,13 +365,11 @@ class ResumeCall:
             raise
         return replace(report, sources=dict.fromkeys(SOURCES, 0))
 
-    def _settle(self, choice: _Choice) -> dict[str, int]:
+    def _settle(self, version: VersionPlan, *, is_stored_only: bool) -> dict[str, int]:
         """Keeps the slots of the resumed version. Returns the number of its data files by the source from which all
         ranks together read them.
         """
-        version, memory = choice.version, self._memory
-        if version is None or memory is None:
-            raise TypeError("no version was chosen")
+        _, memory = self._open_job()
         memory.settle(version.save_id)
         memory.note_load()
         ranks = join_ranks(self._group, self._options.timeout_s, about=self._about)
@@ -379,7 +377,8 @@ class ResumeCall:
             wanted = sorted(self._held.wanted) if self._held is not None else []
             use = msgspec.msgpack.encode(Use(memory.job.host, wanted))
             rebuilt = self._rebuilt.get(version.save_id, set())
-            reply = ranks.reduce_scatter(use, partial(count_sources, version, rebuilt, choice.is_stored_only))
+            count = partial(count_sources, version, rebuilt, is_stored_only=is_stored_only)
+            reply = ranks.reduce_scatter(use, count)
         ranks.close()
         return msgspec.msgpack.decode(reply, type=dict[str, int])
 

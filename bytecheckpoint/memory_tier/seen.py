@@ -11,7 +11,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.manifest import DataFile, open_manifest
+from bytecheckpoint.manifest import open_manifest
 from bytecheckpoint.memory_tier.parity_block import FoundParity, scan_parity
 from bytecheckpoint.planner.memory_tier.resume_plan import HolderKind, SeenVersion, StoredVersion
 from bytecheckpoint.runtime.threads import map_jobs
@@ -50,7 +50,6 @@ class StoredManifest(NamedTuple):
     version: StoredVersion
     content: bytes
     """The encoded manifest; empty if the step is not committed."""
-    files: Sequence[DataFile]
 
 
 def look_at_host(job: JobFolder, local_stage: str | None, store: Store) -> HostView:
@@ -161,7 +160,7 @@ def look_at_path(
     committed = {each.version.save_id for each in found}
     for save_id, folder in folders.items():
         if save_id not in committed and (sizes := _uploaded_sizes(store, folder, save_id)):
-            found.append(StoredManifest(StoredVersion(save_id, None, 0, sizes, is_committed=False), b"", ()))
+            found.append(StoredManifest(StoredVersion(save_id, None, 0, sizes, is_committed=False), b""))
     return found
 
 
@@ -211,7 +210,7 @@ def _read_step(store: Store, step: int) -> StoredManifest | None:
         return None
     files = {file.name: file.byte_length for file in manifest.files}
     version = StoredVersion(manifest.save_id, generation_of(manifest), step, files, is_committed=True)
-    return StoredManifest(version, content, manifest.files)
+    return StoredManifest(version, content)
 
 
 def _uploaded_sizes(store: Store, folder: str, save_id: str) -> dict[str, int]:

@@ -19,10 +19,7 @@ class Use(msgspec.Struct, frozen=True, array_like=True):
 
 
 def count_sources(
-    version: VersionPlan,
-    rebuilt: Collection[str],
-    is_stored_only: bool,  # noqa: FBT001
-    payloads: Sequence[bytes],
+    version: VersionPlan, rebuilt: Collection[str], payloads: Sequence[bytes], *, is_stored_only: bool
 ) -> Sequence[bytes]:
     """Returns the answer to every rank: the number of files by tier, each file that any rank wanted counted once; with
     `is_stored_only`, where only the path has files of the version, all of its files. `rebuilt` names those that were

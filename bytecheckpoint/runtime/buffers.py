@@ -25,13 +25,20 @@ class CopyEvent(Protocol):
         """Waits until everything before it is done."""
 
 
+def advise(memory: mmap.mmap, *, large_pages: bool) -> None:
+    """Asks the kernel to give forked children none of this memory: with a data loader's copy of it, every copy into it
+    would be slower. With `large_pages` also asks for large pages, which make direct writes cheaper and take time to
+    find. Raises nothing if the kernel does not know the advice.
+    """
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE")[: 1 + large_pages]:
+        with suppress(OSError, AttributeError):
+            memory.madvise(getattr(mmap, advice))
+
+
 def map_block(num_bytes: int) -> memoryview:
     """Returns memory aligned to pages, so that it can be written past the page cache."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Large pages make direct writes cheaper. A child that is forked meanwhile needs none of them.
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with suppress(OSError, AttributeError):
-            memory.madvise(getattr(mmap, advice))
+    advise(memory, large_pages=True)
     return memoryview(memory)
 
 

@@ -20,8 +20,9 @@ def rows_html(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], nu
     titles = "".join(f"<th>{escape(name)}</th>" for name in head)
     cells = ["".join(f"<td>{escape(shortened(text))}</td>" for text in row) for row in shown]
     body = "".join(f"<tr>{of_row}</tr>" for of_row in cells)
-    rest = "".join(f"<p>{text}</p>" for text in [rest_text(num_rows, len(shown))] if text)
-    return f"<p>{escape(shortened(title))}</p><table><tr>{titles}</tr>{body}</table>{rest}"
+    rest = rest_text(num_rows, len(shown))
+    below = f"<p>{rest}</p>" if rest else ""
+    return f"<p>{escape(shortened(title))}</p><table><tr>{titles}</tr>{body}</table>{below}"
 
 
 def facts_html(title: str, facts: Mapping[str, object]) -> str:

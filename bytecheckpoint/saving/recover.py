@@ -319,7 +319,7 @@ def _write_root_objects(
 
 def _commit(store: Store, task: RecoveryTask, folder: StagedFolder) -> Sequence[str]:
     """Creates the manifest; returns the files of the checkpoint that it replaces."""
-    content = folder.manifest() or b""
+    content = stage_folder.read_manifest(folder.store) or b""
     manifest = decode_manifest(content)
     layout.check_files(store, task.folder, manifest, range(len(manifest.files)))
     replaced: Sequence[str] = []

@@ -5,12 +5,11 @@ storage/compression.py how.
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
 from queue import SimpleQueue
@@ -29,6 +28,7 @@ from bytecheckpoint.manifest.frames import (
     is_worth_it,
 )
 from bytecheckpoint.manifest.ranges import Block
+from bytecheckpoint.memory.host_mapping import map_memory
 from bytecheckpoint.planner.file_layout import PlacedChunk, cut_extents
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.threads import run_jobs
@@ -82,10 +82,7 @@ def allocate_for(files: Iterable[PlannedFile]) -> memoryview:
     threads, and those of one file would add to those of the next.
     """
     num_bytes = max(sum(map(_room_for, planned.chunks)) for planned in files)
-    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):  # a child that is forked meanwhile must not keep it
-        memory.madvise(mmap.MADV_DONTFORK)
-    return memoryview(memory)
+    return memoryview(map_memory(max(num_bytes, 1), large_pages=False))
 
 
 def _room_for(chunk: PlacedChunk) -> int:

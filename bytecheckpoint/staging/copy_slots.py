@@ -33,10 +33,12 @@ class CopySlots:
         self._slots: list[Slot] = []
         self._taken: dict[int, Slot] = {}
         """Slots of the current save, by the rank whose image each is to hold."""
+        self._incomplete: set[str] = set()
+        """Ids of the saves of which another host could not hold all copies."""
 
     def begin_save(self) -> None:
-        """Forgets the slots that an earlier save took."""
-        self._taken = {}
+        """Forgets the slots that an earlier save took, and those that somebody has deleted."""
+        self._taken, self._slots = {}, slot_file.without_lost(self._slots)
 
     def take(self, owner: int, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
         """Returns memory for a copy of the image of rank `owner`. Called again for the same save, returns the same
@@ -46,7 +48,7 @@ class CopySlots:
         """
         slot = self._taken.get(owner)
         if slot is not None:
-            return self._image(slot, lengths)
+            return slot.image(lengths)
         num_bytes = slot_file.slot_bytes(lengths)
         with self._job.locked():
             with suppress(FileExistsError):
@@ -61,9 +63,17 @@ class CopySlots:
         self._taken[owner].fill(save_id, step, owner, lengths, files=[(owner, number) for number in numbers])
 
     def doubt(self, save_id: str) -> None:
-        """Keeps the copies of this save beside those that are needed: other hosts may go on from it."""
+        """Keeps the copies of this save beside those that are needed: other hosts may go on from it. Those of earlier
+        saves that are incomplete on other hosts are no longer needed.
+        """
         if self._taken:
-            self._write_needed([*self._needed(), save_id])
+            self._write_needed([*(each for each in self._needed() if each not in self._incomplete), save_id])
+
+    def note_incomplete(self, save_id: str) -> None:
+        """Notes that another host lacks copies of this save. Its copies here stay until those of a later save are
+        whole: without the host that they are of, training can go on from it.
+        """
+        self._incomplete.add(save_id)
 
     def settle(self, save_id: str) -> None:
         """Keeps the copies of this save, all of which are whole, and up to as many spare slots. Unlinks other slots
@@ -71,6 +81,7 @@ class CopySlots:
         """
         if not os.path.isdir(self._folder):  # noqa: PTH112
             return
+        self._incomplete.clear()
         self._write_needed([save_id])
         unneeded = [slot for slot in self._slots if slot.save_id != save_id]
         for slot in unneeded[len(self._taken) :]:
@@ -91,15 +102,11 @@ class CopySlots:
         needed, busy = self._needed(), {slot.path for slot in self._taken.values()}
         own = [slot for slot in self._slots if slot.save_id not in needed and slot.path not in busy]
         if own:
-            return min(own, key=lambda slot: (slot.capacity < num_bytes, abs(slot.capacity - num_bytes)))
+            return min(own, key=lambda slot: slot_file.fit(slot.capacity, num_bytes))
         paths = {slot.path for slot in self._slots}
-        free = sorted(
-            (each for each in slot_file.scan(self._folder) if each.save_id not in needed and each.path not in paths),
-            key=lambda each: (each.capacity < num_bytes, abs(each.capacity - num_bytes)),
-        )
-        slot = next((slot for each in free if (slot := slot_file.take(each.path)) is not None), None)
-        if slot is None:
-            slot = slot_file.create(self._folder)
+        found = slot_file.scan(self._folder)
+        free = (each for each in found if each.save_id not in needed and each.path not in paths)
+        slot = slot_file.take_fitting(free, num_bytes) or slot_file.create(self._folder)
         self._slots.append(slot)
         return slot
 
@@ -130,11 +137,6 @@ class CopySlots:
         content = msgspec.json.encode(list(dict.fromkeys(save_ids)))
         with self._job.locked():  # so that no process takes the file being written for one that a dead process left
             replace_file(os.path.join(self._folder, _NEEDED), content)
-
-    @staticmethod
-    def _image(slot: Slot, lengths: Sequence[int]) -> memoryview:
-        first = slot_file.header_bytes(len(lengths))
-        return memoryview(slot.memory)[first : first + slot_file.image_bytes(lengths)]
 
 
 def scan_copies(job: JobFolder, kind: CopyKind) -> list[FoundSlot]:

@@ -99,7 +99,7 @@ def plan_files(
     items: Sequence[WriteItem],
     writes: Sequence[ItemRegion],
     *,
-    apart: Sequence[FileApart] = (),
+    apart: Sequence[FileApart],
     groups: Sequence[Sequence[int]],
     max_file_bytes: int,
     codec: CodecOption,

@@ -4,8 +4,6 @@ copy into it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from bytecheckpoint.memory.host_mapping import HostMapping, map_memory
@@ -31,9 +29,7 @@ class HostBuffers:
 class StagingMemory:
     """One buffer, as large as the largest of the last saves. Only one save may use it at a time."""
 
-    def __init__(self, new_mapping: Callable[[int], HostMapping] = map_memory) -> None:
-        """`new_mapping` returns memory of exactly that length, which need not be paged in."""
-        self._new_mapping = new_mapping
+    def __init__(self) -> None:
         self._mapping: HostMapping | None = None
         self._num_small_takes = 0
 
@@ -45,16 +41,16 @@ class StagingMemory:
         self._num_small_takes = self._num_small_takes + 1 if num_bytes < held_bytes // 2 else 0
         if num_bytes > held_bytes or self._num_small_takes >= _MAX_SMALL_TAKES:
             self._mapping, self._num_small_takes = None, 0  # frees the old memory first
-            self._mapping = self._paged_in(num_bytes) if num_bytes else None
+            self._mapping = _paged_in(num_bytes) if num_bytes else None
         return memoryview(b"" if self._mapping is None else self._mapping)[:num_bytes]
 
-    def _paged_in(self, num_bytes: int) -> HostMapping:
-        # No large pages: the kernel may take seconds to find so many, and the first save would stall.
-        mapping = self._new_mapping(num_bytes)
-        torch.frombuffer(mapping, dtype=torch.uint8).zero_()
-        return mapping
+
+def _paged_in(num_bytes: int) -> HostMapping:
+    # No large pages: the kernel may take seconds to find so many, and the first save would stall.
+    mapping = map_memory(num_bytes, large_pages=False)
+    torch.frombuffer(mapping, dtype=torch.uint8).zero_()
+    return mapping
 
 
 def _scratch_block(num_bytes: int) -> memoryview:
-    # Large pages make direct writes cheaper.
-    return memoryview(map_memory(num_bytes, advice=("MADV_HUGEPAGE",)))
+    return memoryview(map_memory(num_bytes, large_pages=True))

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
+from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.memory.host_mapping import HostMapping
 from bytecheckpoint.staging.copy_slots import CopySlots, bytes_of_all_slots
@@ -40,7 +40,7 @@ class JobMemory:
         self.copies, self.parity = CopySlots(job, "copies"), CopySlots(job, "parity")
         """Slots in which this process holds copies and parity for other hosts."""
         self._joined: tuple[ProcessLock, LivingProcess] | None = None
-        self._resumed: tuple[ProcessLock, LivingProcess] | None = None
+        self._registered: tuple[ProcessLock, LivingProcess] | None = None
         self._slots: list[Slot] = []
         self._filling: Slot | None = None
         self._lengths: list[int] = []
@@ -49,8 +49,12 @@ class JobMemory:
         self._warned: set[str] = set()
         self._settled: Collection[str] | None = None
         """Ids of the saves whose slots must stay; None while only the files in the job's folder say which they are."""
-        self.newest = VersionRecord("", 0, 0, 0, "")
-        """The newest version that any rank was seen to know."""
+        self._doubted = ""
+        """Id of the save of which this rank does not know whether it is complete."""
+        self._failed: set[str] = set()
+        """Ids of doubted saves that are complete nowhere."""
+        self._generation = self._number = 0
+        """The highest that any rank was seen to know."""
         self.opens_generation = True
         """True if the next memory save begins a new generation: no save of this process is complete in memory yet, or
         none since its last load.
@@ -62,10 +66,19 @@ class JobMemory:
             slot_file.remove_stale_temporaries(job.slots)
 
     def begin_save(self) -> None:
-        """Lets `take` choose slots for a new save. Hazard: without this call before each save, `take` overwrites
-        the slot of the save before, even if that is complete.
+        """Lets `take` choose slots for a new save, and forgets those that somebody has deleted. Hazard: without this
+        call before each save, `take` overwrites the slot of the save before, even if that is complete.
         """
-        self._filling = None
+        self._filling, num_slots = None, len(self._slots)
+        self._slots = slot_file.without_lost(self._slots)
+        if lost := num_slots - len(self._slots):
+            logger.warning(
+                "slots are gone from %s (%d of %d), which this process did not delete: what they held is lost, and "
+                "this save takes others",
+                self.job.path,
+                lost,
+                num_slots,
+            )
         self.copies.begin_save()
         self.parity.begin_save()
 
@@ -98,10 +111,9 @@ class JobMemory:
         """
         if self._filling is None:
             raise RuntimeError("a slot is filled before its files are asked for")
-        memory, first = memoryview(self._filling.memory), slot_file.header_bytes(len(self._lengths))
-        starts = slot_file.image_starts(self._lengths)
+        image, starts = self._filling.image(self._lengths), slot_file.image_starts(self._lengths)
         return {
-            file: memory[first + start :][:length].toreadonly()
+            file: image[start:][:length].toreadonly()
             for file, start, length in zip(self._files, starts, self._lengths, strict=False)
         }
 
@@ -115,8 +127,17 @@ class JobMemory:
         self._filling.fill(save_id, step, rank, self._lengths, files=self._files)
 
     def doubt(self, save_id: str) -> None:
-        """Keeps the slots of this save as well: other ranks may learn that it is complete while this rank does not."""
-        self._settled = {*self._needed(), save_id}
+        """Keeps the slots of this save as well, which is whole on all ranks: others may learn that it is complete while
+        this rank does not. Forgets doubted saves before it that have failed.
+        """
+        for failed in self._failed:
+            version_files.remove(self.job, failed)
+        self._settled = {*self._needed(), save_id} - self._failed
+        self._doubted, self._failed = save_id, set()
+
+    def note_failure(self) -> None:
+        """Notes that the doubted save, if any, is complete nowhere. Its slots stay until a later save is whole."""
+        self._failed |= {self._doubted} - {""}
 
     def settle(self, save_id: str, *, is_protected: bool = False) -> None:
         """Keeps the slots of this save, which is complete on all hosts, or from which all ranks have resumed; unless
@@ -125,6 +146,7 @@ class JobMemory:
         """
         protected = "" if is_protected else version_files.protected_save(self.job)
         self._settled = {save_id, protected} - {""}
+        self._doubted, self._failed = "", set()
         unneeded = [slot for slot in self._slots if slot.save_id not in self._settled]
         num_kept = len(self._slots) - len(unneeded)
         for slot in unneeded[max(_SLOTS + (num_kept > 1) - num_kept, 0) :]:  # more than two: see `doubt`
@@ -145,19 +167,18 @@ class JobMemory:
         """Unlinks slots that no process holds and no save needs, beyond two for each of the ranks on this host."""
         with self.job.locked():
             found = list(slot_file.scan(self.job.slots))
-            free = sorted((each for each in found if self._is_free(each)), key=lambda each: each.capacity)
+            free = sorted(self._free_among(found), key=lambda each: each.capacity)
             for each in free[: max(len(found) - _SLOTS * num_ranks, 0)]:
                 if (slot := slot_file.take(each.path)) is not None:
                     slot.remove()
 
     def note_seen(self, generation: int, number: int) -> None:
         """Notes the highest generation and number that any rank knows."""
-        seen = self.newest
-        self.newest = VersionRecord("", max(seen.generation, generation), 0, max(seen.number, number), "")
+        self._generation, self._number = max(self._generation, generation), max(self._number, number)
 
     def note_complete(self, record: VersionRecord) -> None:
         """Notes the newest complete version, whose generation later saves keep until the next load."""
-        self.newest, self.opens_generation = record, False
+        self._generation, self._number, self.opens_generation = record.generation, record.number, False
 
     def note_load(self, generation: int = 0) -> None:
         """Notes that training goes on from a loaded checkpoint of this generation: the next save begins a higher one,
@@ -177,21 +198,26 @@ class JobMemory:
         if self.opens_generation:
             for version in version_files.read_versions(self.job):
                 self.note_seen(version.record.generation, version.record.number)
-        return self.newest.generation, self.newest.number
+        return self._generation, self._number
 
     @property
     def process(self) -> LivingProcess:
-        """This process, which the first read of this property registers as one that saves for the job."""
-        if self._joined is None:
+        """This process, registered as one that saves for the job: by the first read of this property, and again if
+        somebody has emptied the folder since.
+        """
+        if self._joined is None or not self.job.has_joined(self._joined[1]):
+            earlier = self._joined or self._registered
             self._joined = self.job.join()
-            if self._resumed is not None:
-                self._resumed[0].release()
+            if earlier is not None:
+                earlier[0].release()
         return self._joined[1]
 
-    def join_to_resume(self) -> None:
-        """Registers this process, so that the memory of the job is not given back to the host while it lives."""
-        if self._joined is None and self._resumed is None:
-            self._resumed = self.job.join(saves=False)
+    def register(self) -> None:
+        """Registers this process, which may never save, so that `bcp gc` does not free the memory of the job while it
+        lives.
+        """
+        if self._joined is None and self._registered is None:
+            self._registered = self.job.join(saves=False)
 
     def others(self) -> list[LivingProcess]:
         """Returns the other processes on this host that save for the job. Registers this one, as `process` does."""
@@ -232,8 +258,10 @@ class JobMemory:
         """Returns the ids of the saves whose slots must stay."""
         return version_files.needed_saves(self.job) if self._settled is None else self._settled
 
-    def _is_free(self, found: FoundSlot) -> bool:
-        return found.save_id not in self._needed() and all(found.path != slot.path for slot in self._slots)
+    def _free_among(self, found: Iterable[FoundSlot]) -> Iterator[FoundSlot]:
+        """Yields the slots that no save needs, without those of this process."""
+        needed, own = self._needed(), {slot.path for slot in self._slots}
+        return (each for each in found if each.save_id not in needed and each.path not in own)
 
     def _reserved_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
         """Returns a slot that is free and at least `num_bytes` long; without room for one, that of the
@@ -260,21 +288,18 @@ class JobMemory:
 
     def _reserved_free_slot(self, needed: Collection[str], num_bytes: int, max_bytes: int | None) -> Slot:
         own = [slot for slot in self._slots if slot.save_id not in needed]
-        best = min(own, key=lambda slot: (slot.capacity < num_bytes, abs(slot.capacity - num_bytes)), default=None)
+        best = min(own, key=lambda slot: slot_file.fit(slot.capacity, num_bytes), default=None)
         slot = self._add_slot(num_bytes, max_bytes) if best is None else best
         self._reserve(slot, num_bytes, max_bytes)
         return slot
 
     def _add_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
-        """Takes a slot that no process holds: the smallest that is large enough, or else the largest. Makes one if
-        there is none.
+        """Takes the slot that fits best of those that no process holds, or makes one if there is none. Registers this
+        process.
         """
+        self.register()
         with self.job.locked():
-            free = sorted(
-                (each for each in slot_file.scan(self.job.slots) if self._is_free(each)),
-                key=lambda each: (each.capacity < num_bytes, abs(each.capacity - num_bytes)),
-            )
-            new_slot = next((slot for each in free if (slot := slot_file.take(each.path)) is not None), None)
+            new_slot = slot_file.take_fitting(self._free_among(slot_file.scan(self.job.slots)), num_bytes)
             if new_slot is None:
                 self._check_room(num_bytes * max(_SLOTS - len(self._slots), 1), max_bytes)
                 new_slot = slot_file.create(self.job.slots)
@@ -308,7 +333,7 @@ class JobMemory:
             slot.release()
         self.copies.close()
         self.parity.close()
-        for joined in (self._joined, self._resumed):
+        for joined in (self._joined, self._registered):
             if joined is not None:
                 joined[0].release()
 
@@ -335,19 +360,6 @@ class MemoryPart(NamedTuple):
                 kind="unsupported_value",
             )
         return self.slots.take(lengths, max_bytes=self.max_bytes)
-
-
-def refuse_without_step(step: int | None, path: str) -> None:
-    """Raises CheckpointMismatchError (conflict) for a save without a step, which has no place in the order of memory
-    checkpoints.
-    """
-    if step is None:
-        raise CheckpointMismatchError(
-            f"the save to {path} has no step, and memory checkpoints are ordered by it; nothing was written: pass "
-            "step=, or save without Memory",
-            kind="conflict",
-            path=path,
-        )
 
 
 def generation_of(manifest: Manifest) -> int | None:

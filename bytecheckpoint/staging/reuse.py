@@ -84,6 +84,7 @@ class ReuseHistory:
         self._lock = threading.Lock()
 
     def of_root(self, location: str) -> RootHistory:
+        """Returns the history of a root, an empty one for a root that is not among the last."""
         with self._lock:
             history = self._roots[location] = self._roots.pop(location, RootHistory())
             while len(self._roots) > _MAX_ROOTS:

@@ -24,7 +24,6 @@ Ready = Mapping[torch.device, CopyEvent]
 """By device, the event after which its tensors are as they were at the call, made on the caller's thread."""
 
 _PAGE_BYTES = 4096
-_GATHERED = object()
 
 
 class Snapshot(Protocol):
@@ -98,8 +97,10 @@ class StagedState:
         on_devices = zip((file.leave_out_devices() for file in files), self._places, strict=True)
         self._on_device = DeviceCopies(on_devices, ready)
         self._blocks = list(_blocks_of(files))
-        self._held_by: list[object] = [None] * len(self._blocks)
-        """Thread that gathers each block, `_GATHERED`, or None."""
+        self._left = deque(range(len(self._blocks)))
+        """Blocks that no thread has begun."""
+        self._begun: dict[object, int] = {}
+        """The block that each thread gathers now."""
         self._is_staged = False
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -130,25 +131,25 @@ class StagedState:
                 block = self._blocks[index]
                 self._files[block.file].gather(block.byte_offset, self._bytes_of(block))
                 with self._changed:
-                    self._held_by[index] = _GATHERED
+                    del self._begun[holder]
                     self._changed.notify_all()
         except BaseException:
             with self._changed:
-                self._held_by = [None if other is holder else other for other in self._held_by]
+                if holder in self._begun:
+                    self._left.append(self._begun[holder])
+                    del self._begun[holder]
                 self._changed.notify_all()
             raise
 
     def _begin_one(self, holder: object) -> int | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._error or None in self._held_by or self._is_all_gathered())
-            if self._error is not None or None not in self._held_by:
+            self._changed.wait_for(lambda: self._error or self._left or not self._begun)
+            if self._error is not None or not self._left:
                 return None
-            index = self._held_by.index(None)
-            self._held_by[index] = holder  # in one step: an interrupt finds the block free, or held
+            # In this order: if an interrupt comes between the two, the block is gathered twice, and not left out.
+            index = self._begun[holder] = self._left[0]
+            self._left.popleft()
             return index
-
-    def _is_all_gathered(self) -> bool:
-        return self._held_by.count(_GATHERED) == len(self._held_by)
 
     def fail(self, error: BaseException) -> None:
         """Ends staging with an error. Waits until no thread writes to the memory: another save may then use it."""
@@ -160,10 +161,7 @@ class StagedState:
 
     def wait(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_staged or (self._error and not self._is_being_written()))
-
-    def _is_being_written(self) -> bool:
-        return any(holder not in (None, _GATHERED) for holder in self._held_by)
+            self._changed.wait_for(lambda: self._is_staged or (self._error and not self._begun))
 
     @contextmanager
     def content(self, block: Block) -> Iterator[memoryview]:

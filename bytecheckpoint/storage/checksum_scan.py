@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -77,18 +77,18 @@ def size_faults(files: Sequence[DataFile], sizes: Sequence[int | None]) -> list[
     return faults
 
 
-def ranges_of(
-    index: int, file: DataFile, *, end: int, sample_percent: float, rng: random.Random
-) -> Iterator[ScanRange]:
-    """Yields those extents of a file, or of a random sample of them, that end at byte `end` or before, as ranges.
+def sample_extents(file: DataFile, percent: float, rng: random.Random) -> Collection[int]:
+    """Returns the numbers of a random sample of the extents of a file, at least one; of all for 100 percent."""
+    extents = range(len(file.extent_lengths))
+    if percent < 100 and extents:
+        return set(rng.sample(extents, max(1, round(len(extents) * percent / 100))))
+    return extents
 
-    A sample has at least one extent; if all of it lies behind `end`, nothing is yielded. Neighbours are one range while
-    they are READ_BYTES at most; an extent that is larger is a range alone.
+
+def ranges_of(index: int, file: DataFile, *, end: int, chosen: Collection[int]) -> Iterator[ScanRange]:
+    """Yields those of the `chosen` extents of a file that end at byte `end` or before, as ranges. Neighbours are one
+    range while they are READ_BYTES at most; an extent that is larger is a range alone.
     """
-    num_extents = len(file.extent_lengths)
-    chosen: Iterable[int] = range(num_extents)
-    if sample_percent < 100 and num_extents:
-        chosen = set(rng.sample(range(num_extents), max(1, round(num_extents * sample_percent / 100))))
     lengths: list[int] = []
     digests: list[int] = []
     start = position = 0

@@ -43,7 +43,7 @@ _TEMPORARY = re.compile(rf"\A{re.escape(TEMPORARY_PREFIX)}(?:[0-9a-f]{{16}}-|clo
 
 
 @dataclass(slots=True)
-class GarbageObject:
+class Leftover:
     """The garbage of one save in one folder of the root; or temporaries whose names have no save id."""
 
     folder: str
@@ -86,7 +86,7 @@ class GarbageObject:
 class Garbage:
     """The garbage of a root."""
 
-    found: list[GarbageObject]
+    found: list[Leftover]
     """One item for each save and folder."""
     unreadable: list[str]
     """Folders whose manifest cannot be read: nothing in them counts as garbage."""
@@ -96,37 +96,41 @@ class Garbage:
 
 def find_leftovers(store: Store, folder: str) -> Garbage:
     """Returns the files below a folder that saves have made and no committed checkpoint needs. Those of saves that
-    still run are among them: use `GarbageObject.is_dead` before you remove any.
+    still run are among them: use `Leftover.is_dead` before you remove any.
 
     If unfinished uploads cannot be listed, they are left out; other failures raise StorageError. The files of a single
     save beside a committed manifest count as needed.
     """
     objects = list(inventory_of(store, folder))
-    groups: dict[tuple[str, str], GarbageObject] = {}
+    by_folder: dict[str, dict[str, Leftover]] = {}
+
+    def leftover_of(owner: tuple[str, str]) -> Leftover:
+        return by_folder.setdefault(owner[0], {}).setdefault(owner[1], Leftover(*owner))
+
     for item in objects:
         owner = _owner_of(item.name)
         if owner is not None:
-            groups.setdefault(owner, GarbageObject(*owner)).add(*item)
+            leftover_of(owner).add(*item)
     uploads, not_looked_for = _pending_uploads(store, folder)
     for upload in uploads:
         parent, _, last = upload.name.rpartition("/")
         owner = _owner_of(upload.name) or ((parent, "") if last == MANIFEST_NAME else None)
         if owner is not None:
-            groups.setdefault(owner, GarbageObject(*owner)).add_upload(upload)
+            leftover_of(owner).add_upload(upload)
 
     manifests = {item.name.rpartition("/")[0] for item in objects if item.name.rpartition("/")[2] == MANIFEST_NAME}
     unreadable = []
-    for parent in sorted(manifests):
-        in_folder = {owner: leftover for owner, leftover in groups.items() if owner[0] == parent}
+    for parent in sorted(manifests & by_folder.keys()):
+        beside = by_folder[parent]
         try:
-            used = _used_among(store, parent, [save_id for _, save_id in in_folder if save_id])
+            used = _used_among(store, parent, [save_id for save_id in beside if save_id])
         except (CheckpointCorruptError, UnsafeCheckpointError):
             unreadable.append(parent)
-            groups = {owner: leftover for owner, leftover in groups.items() if owner[0] != parent}
+            del by_folder[parent]
             continue
-        for (_, save_id), leftover in in_folder.items():
+        for save_id, leftover in beside.items():
             leftover.names = {name: size for name, size in leftover.names.items() if not used(save_id, name)}
-    found = [leftover for leftover in groups.values() if leftover.names or leftover.uploads]
+    found = [item for items in by_folder.values() for item in items.values() if item.names or item.uploads]
     found.sort(key=lambda leftover: (leftover.folder, leftover.save_id))
     return Garbage(found, unreadable, not_looked_for)
 
@@ -192,7 +196,7 @@ def is_temporary(name: str) -> bool:
     return bool(_TEMPORARY.match(name.rpartition("/")[2]))
 
 
-def remove(store: Store, leftover: GarbageObject) -> int:
+def remove(store: Store, leftover: Leftover) -> int:
     """Deletes garbage, except objects that a checkpoint needs which has been committed since; returns the number of
     objects and uploads removed, or gone already. If the manifest cannot be read, raises CheckpointCorruptError,
     UnsafeCheckpointError or StorageError, and deletes nothing. If a deletion fails, raises StorageError; others may
@@ -210,7 +214,7 @@ def remove(store: Store, leftover: GarbageObject) -> int:
     return len(names) + len(leftover.uploads)
 
 
-def delete_damaged(store: Store, folder: str, *, now_s: float) -> tuple[list[GarbageObject], list[GarbageObject]]:
+def delete_damaged(store: Store, folder: str, *, now_s: float) -> tuple[list[Leftover], list[Leftover]]:
     """Deletes a checkpoint whose manifest cannot be read: pin and leases, the manifest, then what dead saves have left
     in its folder. Nothing tells which files were its own, so those of a save that may still run stay.
 
@@ -253,7 +257,7 @@ def sweep(store: Store, folder: str, save_id: str) -> None:
             remove(store, leftover)
 
 
-def _dead_in(store: Store, folder: str, save_id: str) -> list[GarbageObject]:
+def _dead_in(store: Store, folder: str, save_id: str) -> list[Leftover]:
     """Returns the garbage of dead saves in a folder; none if the time of this save's files is unknown."""
     objects = list(inventory_of(store, folder))
     own = join_name(folder, layout.DATA_FOLDER, f"{save_id}-")

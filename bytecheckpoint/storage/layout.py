@@ -106,14 +106,14 @@ def recovery_name(save_id: str) -> str:
     return f"{DATA_FOLDER}/{save_id}-recovering"
 
 
-def committed_steps(store: Store, folder: str = "") -> list[int]:
-    """Returns the steps whose folders hold a manifest, in ascending order."""
-    return _committed(store, folder, store.list(folder))
+def committed_steps(store: Store) -> list[int]:
+    """Returns the committed steps in ascending order, also where the root is a checkpoint as well."""
+    return _committed(store, store.list(""))
 
 
-def _committed(store: Store, folder: str, listing: Mapping[str, int | None]) -> list[int]:
+def _committed(store: Store, listing: Mapping[str, int | None]) -> list[int]:
     steps = _step_folders(listing)
-    return list(compress(steps, _are_steps(store, [join_name(folder, step_folder(step)) for step in steps])))
+    return list(compress(steps, _are_steps(store, list(map(step_folder, steps)))))
 
 
 def _are_steps(store: Store, folders: Sequence[str]) -> list[bool]:
@@ -138,7 +138,7 @@ def newest_steps(store: Store) -> Iterator[int]:
 def steps_of_root(store: Store) -> list[int]:
     """Returns the committed steps in ascending order. Raises the errors of `newest_steps`."""
     listing = store.list("")
-    steps = _committed(store, "", listing)
+    steps = _committed(store, listing)
     if steps and has_manifest(listing):
         raise _mixed_root(steps[-1], location=str(store))
     return steps

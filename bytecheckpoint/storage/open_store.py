@@ -10,8 +10,8 @@ from bytecheckpoint.errors import CheckpointMismatchError, StorageError
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.paths import path_text
-from bytecheckpoint.storage.store import Store
+from bytecheckpoint.storage.paths import join_name, path_text
+from bytecheckpoint.storage.store import Store, full_location
 
 _LOCAL_URL = re.compile(r"\A(?:file|local)://")
 _S3_URL = re.compile(r"\As3a?://[^/?#@:]+(?:/[^?]*)?\Z")
@@ -66,7 +66,7 @@ def expand_home(path: str) -> str:
     return os.path.expanduser(path) if path.startswith("~") and is_plain_path(path) else path  # noqa: PTH111 - text
 
 
-def fix_place(path: str) -> str:
+def absolute_path(path: str) -> str:
     """Returns the absolute path of a local one, which stays the same place when the working directory changes; a URL
     of another store stays unchanged.
     """
@@ -121,3 +121,8 @@ def is_remote(store: Store) -> bool:
     the bytes from another rank.
     """
     return not isinstance(store, LocalStore)
+
+
+def real_location(store: Store, folder: str) -> str:
+    """Does what `full_location` does; for a local folder, the text is the same through every symbolic link."""
+    return full_location(store, folder) if is_remote(store) else os.path.realpath(join_name(str(store), folder))

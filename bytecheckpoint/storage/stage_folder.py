@@ -23,7 +23,7 @@ import msgspec
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.storage.backends.file_lock import ProcessLock, is_locked
+from bytecheckpoint.storage.backends.file_lock import ProcessLock, create_locked, is_locked
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.backends.posix_errors import describe, write_error
 from bytecheckpoint.storage.backends.posix_files import make_folders, sync_folder
@@ -37,8 +37,6 @@ JOURNAL_NAME = "journal"
 PENDING_NAME = "pending.manifest"
 """Unlike a manifest's name, because a staged folder is not a checkpoint."""
 _LOCK_NAME = "lock"
-_NEW_LOCK_NAME = "lock.new"
-"""Name of the lock file until it is locked: recovery, which looks for `lock`, could take it first."""
 _FOLDER = re.compile(r"\A[0-9a-f]{16}-[0-9]{5,}\Z")
 _VERSION = 1
 
@@ -86,6 +84,7 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def path(self) -> str:
+        """Path or URL of the checkpoint."""
         return join_name(self.root, self.folder)
 
 
@@ -105,9 +104,6 @@ class StagedFolder:
     def keep_manifest(self, content: bytes) -> None:
         """Writes the manifest durably: from now on, recovery can commit the save."""
         self._write(PENDING_NAME, content)
-
-    def manifest(self) -> bytes | None:
-        return read_manifest(self.store)
 
     def _write(self, name: str, content: bytes) -> None:
         self.store.write(name, one_block(content), replace=True)
@@ -166,10 +162,7 @@ def create(root: str, journal: Journal, *, writer_threads: int) -> StagedFolder:
         raise _cannot_use(root, error) from error
     lock: ProcessLock | None = None
     try:
-        lock_path = os.path.join(temporary, _NEW_LOCK_NAME)
-        os.close(os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-        lock = ProcessLock(lock_path)
-        os.rename(lock_path, os.path.join(temporary, _LOCK_NAME))  # the lock stays with the file
+        lock = create_locked(os.path.join(temporary, _LOCK_NAME), mode=0o666)
         StagedFolder(temporary, lock, writer_threads=writer_threads).write_journal(journal)
         os.rename(temporary, path)
         sync_folder(root)

@@ -25,7 +25,7 @@ from bytecheckpoint.distributed import transfer
 from bytecheckpoint.distributed.connection import missing
 from bytecheckpoint.memory_tier import pieces
 from bytecheckpoint.saving.in_flight import process_state
-from bytecheckpoint.staging.copy_slots import scan_copies
+from bytecheckpoint.staging.copy_slots import CopySlots, scan_copies
 from bytecheckpoint.storage.memory_root import slot_file
 from bytecheckpoint.storage.memory_root.job_folder import find_jobs
 from bytecheckpoint.storage.memory_root.slot_file import FoundSlot
@@ -257,6 +257,36 @@ def save_without_room(rank: int, world_size: int, folder: Path) -> tuple[str, st
             handle.held("host")
         tiers = handle.held("process").tier, handle.result().tier
     return raised.value.kind, *tiers, logged
+
+
+def save_while_a_host_has_no_room(rank: int, world_size: int, folder: Path, steps: range, without: int) -> list[int]:
+    """Returns the number of slots with copies that the host has after each save. The host `without` has no room."""
+    found = []
+
+    def refuse(*_: object, **__: object) -> None:
+        raise bcp.CheckpointSaveError("there is no room", kind="no_space")
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if rank == without:
+            patch.setattr(CopySlots, "take", refuse)
+        for step in steps:
+            given = options(folder, rank, 1)
+            bcp.save(folder / "ckpt", state_of(rank, step), step=step, async_save=True, options=given).result()
+            ((job, _),) = find_jobs(str(given.memory.root))  # type: ignore[union-attr]
+            found.append(len(scan_copies(job, "copies")))
+    return found
+
+
+def test_copies_for_a_host_do_not_pile_up_while_it_has_no_room_for_those_of_others(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    """Each save kept another slot on the hosts that had room, until they had none."""
+    _, first = workers.run(save_while_a_host_has_no_room, tmp_path, range(2), -1, world_size=2)
+    of_host, of_other = workers.run(save_while_a_host_has_no_room, tmp_path, range(2, 5), 1, world_size=2)
+    assert (max(of_host), set(of_other)) == (3, {first[-1]})  # the last whole copies, those that failed, and new ones
+    of_host, _ = workers.run(save_while_a_host_has_no_room, tmp_path, range(5, 7), -1, world_size=2)
+    assert of_host[-1] == 2
 
 
 @contextmanager

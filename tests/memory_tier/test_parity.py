@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import bytecheckpoint as bcp
 from bytecheckpoint.memory_tier.parity import xor_into
+from bytecheckpoint.memory_tier.parity_block import ParityBlock, ParityOrder
 from bytecheckpoint.planner.memory_tier.parity_plan import (
     Segment,
     pieces_of,
@@ -16,9 +20,13 @@ from bytecheckpoint.planner.memory_tier.parity_plan import (
     segment_bytes,
     segments_at,
 )
-from bytecheckpoint.planner.memory_tier.resume_plan import ParityMember
+from bytecheckpoint.planner.memory_tier.resume_plan import HeldParity, ParityMember
+from bytecheckpoint.staging.memory_slots import JobMemory
+from bytecheckpoint.storage.memory_root.job_folder import open_job
+from bytecheckpoint.storage.memory_root.version_files import VersionRecord
 
 Files = dict[str, bytes]
+THREE_HOSTS = [ParityMember(f"h{host}", [(f"h{host}-0", 32 << 20)]) for host in range(3)]
 
 
 def group_of(num_members: int, draw: random.Random, max_bytes: int) -> tuple[list[ParityMember], list[Files]]:
@@ -31,6 +39,22 @@ def group_of(num_members: int, draw: random.Random, max_bytes: int) -> tuple[lis
         for host, of_host in enumerate(files)
     ]
     return members, files
+
+
+def test_a_block_is_cleared_in_its_slot(tmp_path: Path) -> None:
+    """As many zeros were made and copied, which kept the GIL: for seconds beside training, with tens of gigabytes."""
+    memory = JobMemory(open_job(str(tmp_path / "memory"), str(tmp_path / "ckpt")))
+    record, order = VersionRecord("a" * 16, 1, 1, 1, ""), ParityOrder(HeldParity(THREE_HOSTS, 0), [])
+    slot = memory.parity.take(0, [16 << 20, 1000], max_bytes=None)
+    slot[:] = b"x" * len(slot)
+    memory.parity.begin_save()
+    tracemalloc.start()
+    block = ParityBlock(memory, record, order, bcp.Memory(copies=1, parity=1))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1 << 20
+    assert not any(block._image[: 16 << 20])
+    memory.close()
 
 
 def content_of(segment: Segment, members: list[ParityMember], files: list[Files]) -> bytes:

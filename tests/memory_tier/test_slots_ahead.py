@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import torch
 import xxhash
 
 import bytecheckpoint as bcp
+from bytecheckpoint.memory_tier import hold
+from bytecheckpoint.memory_tier.flush import jobs_in_memory, remove_job
 from bytecheckpoint.storage import object_io
 from bytecheckpoint.storage.memory_root import slot_file
 from bytecheckpoint.storage.memory_root.job_folder import find_jobs
+from bytecheckpoint.storage.memory_root.version_files import read_versions
 from distributed.workers import WorkerPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:the memory root")
@@ -38,6 +42,55 @@ def test_a_warm_up_allocates_both_slots_and_saves_take_no_others(tmp_path: Path)
         bcp.save(tmp_path / "ckpt", state, step=step, options=options(tmp_path), to="memory")
     assert slots_of(tmp_path) == ahead
     assert not (tmp_path / "ckpt").exists()
+
+
+def test_slots_that_a_warm_up_has_allocated_are_not_freed_as_an_ended_jobs(tmp_path: Path) -> None:
+    """`bcp gc --memory` took them, and then no save to memory succeeded in this process."""
+    state = {"x": torch.ones(NUMEL)}
+    bcp.warm_up(state, path=tmp_path / "ckpt", options=options(tmp_path))
+    (job,) = jobs_in_memory([str(tmp_path / "memory")], None)
+    assert (job.num_living, remove_job(str(tmp_path / "memory"), job.path)) == (1, "lives")
+    bcp.save(tmp_path / "ckpt", state, step=1, options=options(tmp_path), to="memory")
+    assert len(slots_of(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("deleted", ["*", "*/*", "*/slots/*"])
+def test_saves_go_on_in_new_slots_after_somebody_has_emptied_the_memory_root(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, deleted: str
+) -> None:
+    """All saves failed from then on, those to storage as well, as after a logout with RemoveIPC of systemd."""
+    state = {"x": torch.ones(NUMEL)}
+    bcp.save(tmp_path / "ckpt", state, step=1, options=options(tmp_path))
+    for path in (tmp_path / "memory").glob(deleted):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for step in (2, 3, 4):
+        bcp.save(tmp_path / "ckpt", state, step=step, options=options(tmp_path))
+    assert bcp.steps(tmp_path / "ckpt") == [1, 2, 3, 4]
+    assert len(slots_of(tmp_path)) == 2
+    (job,) = jobs_in_memory([str(tmp_path / "memory")], None)
+    assert job.num_living == 1
+    assert "(1 of 1), which this process did not delete" in caplog.text
+
+
+def test_slots_do_not_pile_up_while_saves_fail_after_they_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kept another slot, until memory was full: on all hosts, where one of them had no room for a manifest."""
+
+    def refuse(*_: object) -> None:
+        raise OSError("no room")
+
+    state = {"x": torch.ones(NUMEL)}
+    bcp.save(tmp_path / "ckpt", state, step=0, options=options(tmp_path), to="memory")
+    with monkeypatch.context() as patch:
+        patch.setattr(hold, "_warn_of_all", refuse)
+        for step in range(1, 6):
+            with pytest.raises(bcp.CheckpointSaveError, match="no room"):
+                bcp.save(tmp_path / "ckpt", state, step=step, options=options(tmp_path), to="memory")
+    ((job, _),) = find_jobs(str(tmp_path / "memory"))
+    assert (len(slots_of(tmp_path)), len(read_versions(job))) == (3, 2)
+    bcp.save(tmp_path / "ckpt", state, step=6, options=options(tmp_path), to="memory")
+    assert len(slots_of(tmp_path)) == 2
 
 
 def test_a_warm_up_for_memory_needs_the_path_of_the_saves(tmp_path: Path) -> None:

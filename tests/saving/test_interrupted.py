@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,22 +77,35 @@ def test_waves_that_cannot_be_staged_are_an_error_for_who_waits(
     assert isinstance(ends(lambda: handle.result(WAIT_S)), bcp.CheckpointSaveError)
 
 
-@pytest.mark.parametrize("after", ["_begin_one", "_is_all_gathered"])
+@pytest.mark.parametrize("where", ["before a block is noted as begun", "before it is taken off", "after that"])
 def test_an_interrupt_between_two_steps_of_staging_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    original = getattr(snapshots.StagedState, after)
+    begin_one = snapshots.StagedState._begin_one
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     caller: list[threading.Thread] = []
     left = [KeyboardInterrupt()]
 
-    def interrupted(self: Any, *arguments: Any) -> Any:
-        result = original(self, *arguments)
-        if threading.current_thread() in caller and left:
+    def interrupt(here: str) -> None:
+        if here == where and threading.current_thread() in caller and left:
             raise left.pop()
+
+    class Blocks(deque[int]):
+        def __getitem__(self, index: Any) -> int:
+            interrupt("before a block is noted as begun")
+            return super().__getitem__(index)
+
+        def popleft(self) -> int:
+            interrupt("before it is taken off")
+            return super().popleft()
+
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        result = begin_one(self, *arguments)
+        interrupt("after that")
         return result
 
-    monkeypatch.setattr(snapshots.StagedState, after, interrupted)
+    monkeypatch.setattr(snapshots, "deque", Blocks)
+    monkeypatch.setattr(snapshots.StagedState, "_begin_one", interrupted)
 
     def save() -> None:
         caller.append(threading.current_thread())

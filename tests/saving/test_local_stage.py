@@ -25,7 +25,7 @@ from bytecheckpoint.saving import recover as recover_module
 from bytecheckpoint.saving import upload
 from bytecheckpoint.staging import file_image
 from bytecheckpoint.storage import layout, stage_folder
-from bytecheckpoint.storage.backends import direct_io
+from bytecheckpoint.storage.backends import direct_io, file_lock
 from bytecheckpoint.storage.backends.file_lock import ProcessLock
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.store import one_block
@@ -482,7 +482,7 @@ def test_a_look_into_the_stage_does_not_disturb_a_save_that_begins(
         seen.append(stage_folder.take_over(str(stage), Path(path).parent.name, writer_threads=1))
         return ProcessLock(path)
 
-    monkeypatch.setattr(stage_folder, "ProcessLock", look_and_take)
+    monkeypatch.setattr(file_lock, "ProcessLock", look_and_take)
     journal = stage_folder.Journal(
         save_id="0" * 16, rank=0, num_ranks=1, root="/run", folder="", step=None, overwrite=False
     )

@@ -27,7 +27,7 @@ def memory_of(tmp_path: Path) -> JobMemory:
 
 def hold(memory: JobMemory, save_id: str, num_bytes: int, *, is_protected: bool) -> None:
     """Makes a save complete in memory, as one that survives the loss of a host or one whose copies failed."""
-    step = memory.newest.number + 1
+    step = memory.seen()[1] + 1
     memory.begin_save()
     memory.take([num_bytes], max_bytes=None)[:] = bytes([step]) * num_bytes
     memory.fill(save_id, step, 0, [(0, 0)])

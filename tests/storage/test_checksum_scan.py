@@ -11,7 +11,15 @@ import xxhash
 from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.storage import checksum_scan as scanning
-from bytecheckpoint.storage.checksum_scan import ScanFault, ScanRange, find_files, ranges_of, scan, size_faults
+from bytecheckpoint.storage.checksum_scan import (
+    ScanFault,
+    ScanRange,
+    find_files,
+    ranges_of,
+    sample_extents,
+    scan,
+    size_faults,
+)
 
 
 class Bytes:
@@ -41,7 +49,7 @@ def file_of(content: bytes, lengths: Sequence[int]) -> DataFile:
 
 
 def all_pieces(file: DataFile, *, end: int, percent: float = 100.0) -> list[ScanRange]:
-    return list(ranges_of(0, file, end=end, sample_percent=percent, rng=random.Random(0)))
+    return list(ranges_of(0, file, end=end, chosen=sample_extents(file, percent, random.Random(0))))
 
 
 def faults_of(store: Bytes, pieces: list[ScanRange], threads: int = 2) -> list[ScanFault]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +20,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage import garbage as garbage_module
-from bytecheckpoint.storage.garbage import MIN_AGE_S, Garbage, GarbageObject, find_leftovers, remove, sweep
+from bytecheckpoint.storage.garbage import MIN_AGE_S, Garbage, Leftover, find_leftovers, remove, sweep
 from bytecheckpoint.storage.inventory import StoredObject, clock_of, inventory_of
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.store import Store
@@ -122,6 +124,39 @@ def test_records_of_a_copy_that_died_are_found_and_those_of_a_checkpoint_are_not
     assert sorted(left) == sorted([f"{own}.json", f"{own}-0a1b2c3d.json", "mine.json"])
 
 
+class ManySteps:
+    """A store with this number of committed steps, of which nothing is read."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+
+    def inventory(self, _folder: str) -> Iterator[StoredObject]:
+        for step in range(self._num_steps):
+            yield StoredObject(f"step_{step:08d}/manifest.bcp", 1, 1.0)
+            yield StoredObject(f"step_{step:08d}/data/{step:016x}-00000-0.safetensors", 1, 1.0)
+
+
+def lines_run(num_steps: int) -> int:
+    """Returns the number of lines of the module that run when a root of so many steps is looked through."""
+    counts = [0]
+
+    def count(frame: FrameType, event: str, _argument: object) -> Any:
+        counts[0] += event == "line"
+        return count if frame.f_code.co_filename == garbage_module.__file__ else None
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        assert find_leftovers(ManySteps(num_steps), "").found == []  # type: ignore[arg-type]
+    finally:
+        sys.settrace(before)
+    return counts[0]
+
+
+def test_the_work_grows_with_the_steps_of_a_root_and_not_with_their_square() -> None:
+    assert lines_run(400) < 5 * lines_run(100)
+
+
 def test_what_no_save_names_so_is_nobodys(place: Place) -> None:
     place.save(1)
     for name in ("notes.txt", "step_00000002/data/mine.safetensors", "data/0123-1.bin", "wandb/data/run.json"):
@@ -176,7 +211,7 @@ def test_a_root_that_does_not_exist_is_empty(place: Place) -> None:
 
 
 def test_age_decides_and_an_unknown_age_is_no_death() -> None:
-    leftover = GarbageObject("", DEAD)
+    leftover = Leftover("", DEAD)
     leftover.add("a", 1, 100.0)
     leftover.add("b", 1, 200.0)
     assert leftover.is_dead(now_s=300.0, min_age_s=100.0)

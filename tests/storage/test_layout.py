@@ -35,6 +35,7 @@ from bytecheckpoint.storage.layout import (
     read_manifest,
     read_manifest_bytes,
     step_folder,
+    steps_below,
 )
 
 from .faulty_store import Fault, FaultyStore, unavailable
@@ -109,7 +110,7 @@ def test_the_latest_step_costs_one_look_a_folder(store):
 
 def test_steps_below_a_folder(store):
     put(store, "runs/a/step_00000007/manifest.bcp", b"")
-    assert committed_steps(store, "runs/a") == [7]
+    assert list(steps_below(store, "runs/a", store.list("runs/a"))) == [7]
 
 
 def test_a_checkpoint_at_the_path_itself(store):

@@ -123,7 +123,7 @@ def test_what_could_not_be_removed_is_not_called_removed(call, root, monkeypatch
         leave(root, step, save_id, age_s=2 * DAY_S)
     remove = garbage.remove
 
-    def refuse(store: Store, leftover: garbage.GarbageObject) -> int:
+    def refuse(store: Store, leftover: garbage.Leftover) -> int:
         if leftover.save_id == DEAD:
             raise bcp.StorageError("you may not", kind="permission")
         return remove(store, leftover)

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 
 from bytecheckpoint.errors import StorageError
+from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 
 _HELD_BY_ANOTHER = frozenset({errno.EAGAIN, errno.EACCES})
 _MAX_TRIES = 200
@@ -48,6 +49,22 @@ class ProcessLock:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def create_locked(path: str, *, mode: int) -> ProcessLock:
+    """Makes an empty file with these permissions that this process has locked from the moment it is visible. A process
+    that is killed meanwhile leaves the file under its name with TEMPORARY_PREFIX.
+    """
+    folder, _, name = path.rpartition("/")
+    temporary = f"{folder}/{TEMPORARY_PREFIX}{name}"
+    os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode))
+    lock = ProcessLock(temporary)
+    try:
+        os.rename(temporary, path)  # noqa: PTH104 - the calls of `os` by name, as in posix_files.py
+    except BaseException:
+        lock.release()
+        raise
+    return lock
 
 
 def is_locked(path: str) -> bool:
@@ -93,8 +110,8 @@ def _lock(fd: int, path: str, kind: int) -> None:
         if error.errno in _HELD_BY_ANOTHER:
             raise BlockingIOError(error.errno, error.strerror, path) from error
         raise StorageError(
-            f"cannot lock {path}: {error.strerror}; nothing was changed: a local stage has to be on a disk of the "
-            "host, not on a network file system without locks",
+            f"cannot lock {path}: {error.strerror}; nothing was changed: a local stage or a memory root has to be on a "
+            "file system of the host, not on one of a network without locks",
             kind="unsupported",
             path=path,
         ) from error

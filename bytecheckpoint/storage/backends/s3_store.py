@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from botocore.exceptions import BotoCoreError
 
-from bytecheckpoint.errors import CheckpointError, StorageError
+from bytecheckpoint.errors import StorageError
 from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.runtime.threads import map_jobs, run_jobs
 from bytecheckpoint.storage.backends.posix_errors import (
@@ -93,7 +93,7 @@ class S3Store:
             _check_credentials(options)
             client = client_for(options)
         except (BotoCoreError, ValueError, TypeError) as error:
-            raise self._cut_off(self._open_error(error), error) from error
+            raise self._open_error(error) from None if contains_secret(error, self._secrets) else error
         self._secrets |= client.secrets
         self._requests = S3Requests(client, bucket)
         self._in_flight = client.num_connections or max(writer_threads, _MIN_IN_FLIGHT)
@@ -340,19 +340,14 @@ class S3Store:
         except FailedRequestError as failed:
             reason = describe_safely(_message(failed), self._secrets)
             error = to_store_error(failed, shown, doing=doing, reason=reason, service=self._requests.service)
-            raise self._cut_off(error, failed.error) from failed.error
+            # A traceback prints the whole chain of errors, so a chain that repeats a credential is cut off.
+            raise error from None if contains_secret(failed.error, self._secrets) else failed.error
         except RangeIgnoredError as error:
             raise StorageError(
                 f"this service cannot read parts of {shown}: {error}; nothing was changed: use another one",
                 kind="unsupported",
                 path=shown,
             ) from error
-
-    def _cut_off(self, error: CheckpointError, cause: BaseException) -> CheckpointError:
-        """Returns the error; raises it without its cause if a traceback would print a credential."""
-        if contains_secret(cause, self._secrets):
-            raise error from None
-        return error
 
     def _open_error(self, error: Exception) -> StorageError:
         return StorageError(

@@ -50,6 +50,8 @@ class HeldStore:
         self._manifest = manifest
         self._shown = shown
         self._stored = stored
+        self._listings: dict[str, Mapping[str, int | None]] = {}
+        """Listings of folders of `stored`, for `byte_length` only."""
 
     def __str__(self) -> str:
         return self._shown
@@ -96,7 +98,9 @@ class HeldStore:
         if isinstance(stored.store, SupportsByteLength):
             return stored.store.byte_length(join_name(stored.folder, name))
         parent, _, last = name.rpartition("/")
-        return stored.store.list(join_name(stored.folder, parent)).get(last)
+        if parent not in self._listings:  # not for each file: a listing shows all of them
+            self._listings[parent] = stored.store.list(join_name(stored.folder, parent))
+        return self._listings[parent].get(last)
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
         """Implements `SupportsReadWhole`, but returns the manifest even if it is longer than `max_bytes`."""

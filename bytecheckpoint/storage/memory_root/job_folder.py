@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from bytecheckpoint.errors import CheckpointError, StorageError
-from bytecheckpoint.storage.backends.file_lock import ProcessLock, is_locked
+from bytecheckpoint.storage.backends.file_lock import ProcessLock, create_locked, is_locked
 from bytecheckpoint.storage.backends.posix_errors import describe
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 
@@ -30,7 +30,8 @@ _MAKING_S = 10.0
 """Seconds for which a temporary file may be in the making, not locked yet or about to get its name."""
 _ALIVE = "alive"
 _LOCK = "lock"
-_RESUMED = ".resumed"
+_NOT_SAVED = ".resumed"
+"""End of the name of a process that has resumed, or has allocated slots, and has not saved."""
 _ID = re.compile(r"\A[0-9a-f]{16}\Z")
 _SHARED_MODE = 0o1777
 _READABLE = 0o644
@@ -56,8 +57,8 @@ class LivingProcess(NamedTuple):
 
     @property
     def saves(self) -> bool:
-        """True from its first save on, committed or not. A process that only resumes keeps no other job from saving."""
-        return not self.name.endswith(_RESUMED)
+        """True from its first save on, committed or not. Before that a process keeps no other job from saving."""
+        return not self.name.endswith(_NOT_SAVED)
 
 
 class JobFolder(NamedTuple):
@@ -95,15 +96,16 @@ class JobFolder(NamedTuple):
 
     def join(self, *, saves: bool = True) -> tuple[ProcessLock, LivingProcess]:
         """Registers this process as working on the job, until it ends or the lock is released. `saves` is False for a
-        process that only resumes.
+        process that has not saved yet.
         """
-        alive = os.path.join(self.path, _ALIVE)
-        name = secrets.token_hex(8) + ("" if saves else _RESUMED)
-        temporary, path = os.path.join(alive, f"{TEMPORARY_PREFIX}{name}"), os.path.join(alive, name)
-        os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        lock = ProcessLock(temporary)
-        os.rename(temporary, path)  # locked from the moment it is visible
+        name = secrets.token_hex(8) + ("" if saves else _NOT_SAVED)
+        path = os.path.join(self.path, _ALIVE, name)
+        lock = create_locked(path, mode=0o600)
         return lock, LivingProcess(name, os.stat(path).st_mtime_ns)
+
+    def has_joined(self, process: LivingProcess) -> bool:
+        """Returns True if the registration of a process that lives is still there."""
+        return os.path.lexists(os.path.join(self.path, _ALIVE, process.name))
 
     def living(self) -> list[LivingProcess]:
         """Returns the processes that work on the job, and forgets those that have ended."""

@@ -8,7 +8,7 @@ A slot belongs to the process that holds its lock. `is_filled` in its header is 
 changes, and True after the last one: a slot whose process is killed in between is not taken for whole.
 """
 
-# ruff: noqa: PTH104, PTH108, PTH116, PTH118, PTH123, PTH208 - the calls of `os` by name, as in posix_files.py
+# ruff: noqa: PTH108, PTH116, PTH118, PTH123, PTH208 - the calls of `os` by name, as in posix_files.py
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import NamedTuple
@@ -25,7 +25,8 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from bytecheckpoint.storage.backends.file_lock import ProcessLock
+from bytecheckpoint.runtime.buffers import advise
+from bytecheckpoint.storage.backends.file_lock import ProcessLock, create_locked
 from bytecheckpoint.storage.layout import data_file_name
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 
@@ -107,10 +108,14 @@ class Slot:
 
     @property
     def capacity(self) -> int:
+        """Length of the file now, in bytes."""
         return os.stat(self.path).st_size
 
     @property
     def save_id(self) -> str:
+        """Id of the save that this process has filled it with; empty while it is being filled, and for a slot that was
+        taken over, whatever that holds.
+        """
         return self._header.save_id if self._header is not None else ""
 
     def reserve(self, num_bytes: int, mapping: type[mmap.mmap] = mmap.mmap) -> None:
@@ -128,14 +133,12 @@ class Slot:
             self._memory = mapping(fd, os.fstat(fd).st_size, flags=flags)
         finally:
             os.close(fd)
-        with suppress(OSError, AttributeError):  # a forked data loader does not need it
-            self._memory.madvise(mmap.MADV_DONTFORK)
+        advise(self._memory, large_pages=False)
 
     def begin(self, lengths: Sequence[int]) -> memoryview:
         """Marks the slot as being filled, and returns the memory of an image with these files."""
-        offset = header_bytes(len(lengths))
-        self._write_header(SlotHeader("", 0, 0, False, offset, []))
-        return memoryview(self.memory)[offset : offset + image_bytes(lengths)]
+        self._write_header(SlotHeader("", 0, 0, False, header_bytes(len(lengths)), []))
+        return self.image(lengths)
 
     def fill(
         self, save_id: str, step: int, rank: int, lengths: Sequence[int], *, files: Sequence[tuple[int, int]] = ()
@@ -143,6 +146,11 @@ class Slot:
         """Marks the image as whole, with these files of a save; `files` is as in SlotHeader."""
         offset = header_bytes(len(lengths))
         self._write_header(SlotHeader(save_id, step, rank, True, offset, list(lengths), list(files)))
+
+    def image(self, lengths: Sequence[int]) -> memoryview:
+        """Returns the memory of an image with these files, as it is."""
+        offset = header_bytes(len(lengths))
+        return memoryview(self.memory)[offset : offset + image_bytes(lengths)]
 
     @property
     def memory(self) -> mmap.mmap:
@@ -203,12 +211,8 @@ def image_starts(lengths: Sequence[int]) -> list[int]:
 
 def create(folder: str) -> Slot:
     """Makes a new slot of 0 bytes, held by this process. The caller holds the folder's lock."""
-    name = secrets.token_hex(8)
-    temporary, path = os.path.join(folder, f"{TEMPORARY_PREFIX}{name}"), os.path.join(folder, name)
-    os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    lock = ProcessLock(temporary)
-    os.rename(temporary, path)  # locked from the moment it is visible
-    return Slot(path, lock)
+    path = os.path.join(folder, secrets.token_hex(8))
+    return Slot(path, create_locked(path, mode=0o600))
 
 
 def take(path: str) -> Slot | None:
@@ -216,6 +220,31 @@ def take(path: str) -> Slot | None:
     with suppress(BlockingIOError, FileNotFoundError):
         return Slot(path, ProcessLock(path))
     return None
+
+
+def without_lost(slots: Sequence[Slot]) -> list[Slot]:
+    """Returns the slots whose files are there. Releases the others: somebody has deleted their files, so no process
+    finds what they hold, and the host gets their memory back.
+    """
+    lost = [slot for slot in slots if not os.path.lexists(slot.path)]
+    for slot in lost:
+        slot.release()
+    return [slot for slot in slots if slot not in lost]
+
+
+def take_fitting(slots: Iterable[FoundSlot], num_bytes: int) -> Slot | None:
+    """Takes over one of these slots: of those that no living process holds, the one that fits best, as `fit` says. None
+    if there is none. The caller holds the folder's lock.
+    """
+    by_fit = sorted(slots, key=lambda each: fit(each.capacity, num_bytes))
+    return next((slot for each in by_fit if (slot := take(each.path)) is not None), None)
+
+
+def fit(capacity: int, num_bytes: int) -> tuple[bool, int]:
+    """Returns the sort key of a slot that is to hold `num_bytes`: the smallest that is large enough comes first, then
+    the largest of the others.
+    """
+    return capacity < num_bytes, abs(capacity - num_bytes)
 
 
 def scan(folder: str) -> Iterator[FoundSlot]:

@@ -45,6 +45,7 @@ class VersionRecord(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def order(self) -> tuple[int, int, int]:
+        """Sort key: training is resumed from the version with the greatest."""
         return self.generation, self.step, self.number
 
 

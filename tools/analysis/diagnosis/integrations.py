@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bytecheckpoint.info import INTEGRATION
 from bytecheckpoint.manifest import Manifest
-from bytecheckpoint.storage.open_store import fix_place
+from bytecheckpoint.storage.open_store import absolute_path
 
 from .load_code import LoadCode, quoted
 
@@ -95,6 +95,6 @@ def _step_folder(path: str) -> str:
     """
     if _IS_STEP(path.rstrip("/").rpartition("/")[2]):
         return path
-    place = fix_place(path).rstrip("/")
+    place = absolute_path(path).rstrip("/")
     above, _, name = place.rpartition("/")
     return place if _IS_STEP(name) else above or "/"
