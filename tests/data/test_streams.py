@@ -357,6 +357,20 @@ def test_rows_are_packed_on_the_host_whatever_device_is_the_default(kind: Any) -
     assert [row.tolist() for row in (first, *rest)] == [[1, 2], [3, 4], [5, 6]]
 
 
+def test_a_row_of_many_short_documents_counts_each_of_them_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    numel, num_counts = torch.Tensor.numel, 0
+
+    def counting(tensor: torch.Tensor) -> int:
+        nonlocal num_counts
+        num_counts += 1
+        return numel(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "numel", counting)
+    first, second, *_ = Packer([[number] for number in range(450)], 200)
+    assert [*first.tolist(), *second.tolist()] == list(range(400))
+    assert num_counts < 10 * 450
+
+
 @pytest.mark.parametrize("arguments", [{"size": 2.0}, {"size": 2, "seed": None}, {"size": True}])
 def test_a_buffer_whose_size_or_seed_is_no_integer_is_refused_at_once(arguments: Any) -> None:
     with pytest.raises(ValueError, match="size and seed of a ShuffleBuffer are integers, not"):
