@@ -124,6 +124,7 @@ class NumberedFolders:
         self._choose: Choose | None = None
         """The latest one, which each run in the background calls again."""
         self._work = RetriedWork("bcp-retention", self._delete_due, what=f"the deletion of checkpoints in {self.root}")
+        self._pid = os.getpid()
 
     def path_of(self, number: int) -> str:
         """Returns the path or URL of a checkpoint."""
@@ -290,7 +291,10 @@ class NumberedFolders:
         with self._changed:
             self._changed.wait_for(lambda: not self._num_awaited, hanging_s)
         hanging_s = min(hanging_s, _HANGING_S)
+        Returns at once in a forked child: saves and deletions go on in its parent.
         failure = self._work.wait(began=time.monotonic(), failing_s=min(_FAILING_S, hanging_s), hanging_s=hanging_s)
+        if os.getpid() != self._pid:  # a thread of the parent may have held the lock when it forked
+            return
         if failure is not None:
             logger.warning("deletions in %s are not finished (%s): the next run finishes them", self.root, failure)
 
