@@ -53,7 +53,7 @@ def test_what_training_has_left_goes_first(tmp_path: Path) -> None:
     folders.begin()
     handles = {number: save(folders, number) for number in (1, 2, 3)}
     again = NumberedFolders(tmp_path, "step-", storage_options=None)
-    again.begin(resumed=handles[1].result().save_id)
+    again.begin(resumed=handles[1].result().path)
     assert numbers(again) == [2, 3, 1]
     save(again, 4, num_kept=2)
     again.close(60)

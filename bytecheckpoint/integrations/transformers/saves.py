@@ -171,8 +171,7 @@ class TrainerSaves:
 
 def _begun(run_dir: str, resumed: str) -> NumberedFolders:
     folders = folders_of(run_dir)
-    is_ours = bool(resumed) and is_committed(resumed)
-    folders.begin(resumed=api.open(resumed, step=None).info.save_id if is_ours else "")
+    folders.begin(resumed=resumed)
     return folders
 
 

@@ -127,8 +127,8 @@ class RoleSaves:
 
     def load(self, local_path: str, state: Mapping[str, Any]) -> None:
         """Waits for the save in flight, then loads into the state, if that is not empty. A checkpoint in verl's folders
-        counts as the one that training goes on from, and must be there for an empty state too. Raises the error of the
-        save, and the errors of `bytecheckpoint.load`.
+        counts as the one that training goes on from, also for an empty state. Raises the error of the save, and the
+        errors of `bytecheckpoint.load`.
         """
         self.settle()
         if state:
@@ -155,11 +155,7 @@ class RoleSaves:
         if folders is None or folders.root != str(root):
             beside = _remove_files_of_verl
             folders = NumberedFolders(root, _PREFIX, below=below, storage_options=None, remove_beside=beside)
-        save_id = ""
-        if resumed is not None:
-            with api.open(resumed, step=None) as checkpoint:
-                save_id = checkpoint.info.save_id
-        folders.begin(resumed=save_id)
+        folders.begin(resumed="" if resumed is None else str(resumed))
         return folders
 
     @staticmethod
