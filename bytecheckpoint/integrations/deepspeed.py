@@ -18,14 +18,15 @@ from torch import nn
 from bytecheckpoint import api
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState
 from bytecheckpoint.adapters.frameworks.deepspeed import COUNTERS
+from bytecheckpoint.adapters.native.module_walk import tree_of
 from bytecheckpoint.adapters.plain.plain_data import decode_plain
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
-from bytecheckpoint.integrations.shared.extra_state import WithExtraState
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
+from bytecheckpoint.integrations.shared.partial_module import partial_module
 from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder, folder_at
 from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
@@ -302,15 +303,7 @@ class _TrainedEngine(nn.Module):
 
 
 def _trained(module: nn.Module) -> nn.Module:
-    """Returns a tree of modules with the same names, tensors and extra state, without frozen parameters."""
-    has_extra_state = type(module).get_extra_state is not nn.Module.get_extra_state
-    tree = WithExtraState(module.get_extra_state()) if has_extra_state else nn.Module()
-    for name, parameter in module._parameters.items():
-        if parameter is not None and parameter.requires_grad:
-            tree.register_parameter(name, parameter)
-    for name, buffer in module._buffers.items():
-        tree.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
-    for name, child in module._modules.items():
-        if child is not None:
-            tree.add_module(name, _trained(child))
-    return tree
+    """Returns a module with the values of this one under the same names, without frozen parameters."""
+    values = tree_of(module).walked().state_dict()  # without what hooks add, for which a module has no place
+    frozen = {name for name, each in values.items() if isinstance(each, nn.Parameter) and not each.requires_grad}
+    return partial_module({name: value for name, value in values.items() if name not in frozen})
