@@ -39,10 +39,11 @@ def adapters_of(model: nn.Module) -> nn.Module:
             kind="conflict",
         )
     adapters = _adapter_names(model)
-    values: dict[str, Any] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad or not adapters.isdisjoint(name.split(".")):
-            values[name] = parameter
+    values: dict[str, Any] = {
+        name: parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad or not adapters.isdisjoint(name.split("."))
+    }
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             is_persistent = name.rpartition(".")[2] not in module._non_persistent_buffers_set
