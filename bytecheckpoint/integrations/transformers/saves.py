@@ -17,6 +17,7 @@ from bytecheckpoint import api
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders, on_rank_0
 from bytecheckpoint.integrations.shared.save_outcome import has_failed
+from bytecheckpoint.integrations.shared.text_file import write_text
 from bytecheckpoint.integrations.transformers.folders import (
     CONFIG,
     TRAINER_STATE,
@@ -24,7 +25,6 @@ from bytecheckpoint.integrations.transformers.folders import (
     folders_of,
     is_committed,
     put_trainer_state,
-    write_text,
 )
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import SaveOptions
