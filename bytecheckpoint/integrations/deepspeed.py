@@ -23,11 +23,11 @@ from bytecheckpoint.adapters.plain.plain_data import decode_plain
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.checkpoint import Checkpoint
-from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
+from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.partial_module import partial_module
-from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder, folder_at
+from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder
 from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.saving.handle import SaveHandle
@@ -101,7 +101,7 @@ def save_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
     state |= {"rng": RngState(elastic="keep"), "extra_state": {"client_state": dict(client_state or {}), "tag": name}}
     if data is not None:
         state["data"] = data
-    folder = folder_at(save_dir, LATEST, storage_options=storage_options, timeout_s=options.timeout_s)
+    folder = TrackedFolder(os.fspath(save_dir), LATEST, storage_options, options.timeout_s)
     return folder.save(
         name,
         state,
@@ -109,7 +109,7 @@ def save_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
         async_save=async_save,
         metadata=marked("deepspeed", {"deepspeed_tag": name}),
         options=options,
-        on_tracked=lambda _: None,
+        on_tracked=None,
     )
 
 
@@ -162,7 +162,7 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
             kind="conflict",
         )
     options = given_or_default(options, LoadOptions)
-    folder = folder_at(load_dir, LATEST, storage_options=storage_options, timeout_s=options.timeout_s)
+    folder = TrackedFolder(os.fspath(load_dir), LATEST, storage_options, options.timeout_s)
     found = folder.decide_together(lambda: _find(folder, tag), _Found)
     if not found.name:
         return None, None
@@ -253,20 +253,11 @@ def _find(folder: TrackedFolder, tag: str | int | None) -> _Found:
             "there is no file %s, so no checkpoint was loaded and training begins anew. Committed checkpoints beside "
             "it: %s. To load one of them, pass its tag",
             folder.shown(LATEST),
-            ", ".join(folder.committed()) or "none",
+            folder.shown_committed(),
         )
         return _Found()
-    try:
-        checkpoint = api.open(folder.path_of(name), storage_options=folder.storage_options)
-    except CheckpointNotFoundError as error:
-        source = "the tag that was asked for" if tag is not None else f"the tag in {folder.shown(LATEST)}"
-        raise CheckpointNotFoundError(
-            f"{name!r}, {source}, is no committed checkpoint: {error.message}. Nothing was loaded; committed are: "
-            f"{', '.join(folder.committed()) or 'none'}",
-            kind=error.kind,
-            path=error.path,
-        ) from error
-    with checkpoint:
+    source = "the tag that was asked for" if tag is not None else f"the tag in {folder.shown(LATEST)}"
+    with folder.open(name, about=f"{name!r}, {source},") as checkpoint:
         return _described(name, checkpoint)
 
 

@@ -89,7 +89,7 @@ class NumberedFolders:
         width: int = 0,
         own_key: str = "",
         storage_options: Mapping[str, Any] | None,
-        remove_beside: Callable[[str], object] = bool,
+        remove_beside: Callable[[str], object] | None = None,
     ) -> None:
         """A checkpoint is at `root/<prefix><number>/<below>`, its number with at least `width` digits.
 
@@ -341,7 +341,8 @@ class NumberedFolders:
             path = self.path_of(number)
             yield self._store_at(path)
             if is_plain_path(path) and not layout.has_manifest(self.names_in(path)):
-                self._remove_beside(path)
+                if self._remove_beside is not None:
+                    self._remove_beside(path)
                 _remove_empty(path, below=self.root)
             self._unfinished.discard(number)
         finally:
