@@ -166,7 +166,8 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
     found = folder.decide_together(lambda: _find(folder, tag), _Found)
     if not found.name:
         return None, None
-    path, client, excluded = folder.path_of(found.name), ClientState(), list[str]()
+    path, excluded = folder.path_of(found.name), list[str]()
+    extra: dict[str, Any] = {}  # takes whatever the checkpoint has
     state: dict[str, Any] = {"model": engine}
     if not load_module_only:
         if _has_optimizer(engine) and (load_optimizer_states or found.has_facts):
@@ -178,7 +179,7 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
         excluded += [] if load_optimizer_states else found.globs_of_states
         excluded += [] if load_lr_scheduler_states else found.globs_of_scheduler
     if found.has_shared_client_state:
-        state["extra_state"] = client
+        state["extra_state"] = extra
     report = api.load(
         path,
         state,
@@ -189,34 +190,23 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
     )
     setattr(engine, _REPORT, report)
     if not found.has_shared_client_state:
-        client.take_own(path, storage_options)
-    return path, client.given
+        return path, _own_client_state(path, storage_options)
+    return path, extra.get("client_state", {})
 
 
-class ClientState:
-    """Target of a load that accepts any client state, which it then has in `given`."""
-
-    def __init__(self) -> None:
-        self.given: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns an empty dict: the checkpoint decides what is loaded."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the client state of the checkpoint, if it has one."""
-        self.given = state_dict.get("client_state", {})
-
-    def take_own(self, path: str, storage_options: Mapping[str, Any] | None) -> None:
-        """Takes the client state that this rank has saved, or that of the lowest rank if this rank saved none. From a
-        checkpoint of DeepSpeed itself, takes all entries but the engine's: DeepSpeed saves both in one dict.
-        """
-        with api.open(path, storage_options=storage_options) as checkpoint:
-            if checkpoint.info.format == _OF_DEEPSPEED:
-                self.given = _beside_engine(checkpoint)
-            elif "extra_state" in checkpoint.manifest.rank_objects:
-                by_rank = checkpoint.rank_values("extra_state")
-                self.load_state_dict(by_rank.get(dist.get_rank(), by_rank[min(by_rank)]))
+def _own_client_state(path: str, storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the client state that this rank has saved, or that of the lowest rank if this rank saved none; an empty
+    dict if no rank did. From a checkpoint of DeepSpeed itself, returns all entries but the engine's: DeepSpeed saves
+    both in one dict.
+    """
+    with api.open(path, storage_options=storage_options) as checkpoint:
+        if checkpoint.info.format == _OF_DEEPSPEED:
+            return _beside_engine(checkpoint)
+        if "extra_state" not in checkpoint.manifest.rank_objects:
+            return {}
+        by_rank = checkpoint.rank_values("extra_state")
+        own: dict[str, dict[str, Any]] = by_rank.get(dist.get_rank(), by_rank[min(by_rank)])
+        return own.get("client_state", {})
 
 
 def _beside_engine(checkpoint: Checkpoint) -> dict[str, Any]:
