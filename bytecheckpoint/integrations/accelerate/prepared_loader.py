@@ -127,7 +127,12 @@ class PreparedLoader:
         core = core_of(loader)
         PASSES.pop(core, None)
         RESUMES[core] = ResumedPass(
-            weakref.ref(loader), shared, stream, order if shared["batches"] else None, num_to_skip, restore_rng
+            prepared=weakref.ref(loader),
+            shared=shared,
+            stream=stream,
+            order=order if shared["batches"] else None,
+            num_to_skip=num_to_skip,
+            restore_rng=restore_rng,
         )
 
     def _order_of_first_rank(self, streams: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,7 +172,14 @@ def current_loader(accelerator: Any) -> Any:
 
 def restore_after_first_batch(loader: Any, restore_rng: Callable[[], object]) -> None:
     """Calls `restore_rng` when the next pass over a loader of `bcp.data.Streams` has given its first batch."""
-    RESUMES[core_of(loader)] = ResumedPass(weakref.ref(loader), {"batches": 0}, None, None, 0, restore_rng)
+    RESUMES[core_of(loader)] = ResumedPass(
+        prepared=weakref.ref(loader),
+        shared={"batches": 0},
+        stream=None,
+        order=None,
+        num_to_skip=0,
+        restore_rng=restore_rng,
+    )
 
 
 def _id_of(rank: int) -> str:

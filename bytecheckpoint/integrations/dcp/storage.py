@@ -114,8 +114,8 @@ LOAD_PLANNER_ADVICE = "leave the planner out, or load through BcpStorageReader w
 
 @contextmanager
 def alone_group(*, is_alone: bool) -> Iterator[dist.ProcessGroup | None]:
-    """Yields a group of this process alone, and destroys it at the end; None if not `is_alone`, or if there are no other
-    processes.
+    """Yields a group of this process alone, and destroys it at the end. Yields None if not `is_alone`, or if there are
+    no other processes.
     """
     if not (is_alone and dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         yield None
