@@ -34,8 +34,8 @@ def adapters_of(model: nn.Module) -> nn.Module:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise CheckpointMismatchError(
             "the adapters of a model under FSDP1 cannot be told from its frozen weights, which lie in the same flat "
-            "parameters; nothing was saved or loaded: use FSDP2 (fsdp_version: 2), or set bcp_save_base = True to save "
-            "the whole model",
+            "parameters; nothing was saved or loaded: use FSDP2, or save the whole model (bcp_save_base = True of the "
+            "Trainer's mixin, save_lora_only=False of verl)",
             kind="conflict",
         )
     adapters = _adapter_names(model)
