@@ -54,6 +54,8 @@ class Packer:
         """Tokens that are left, flat; None before the first document."""
         self._documents: list[torch.Tensor] = []
         """Documents whose tokens come after those in `_row`, not yet joined: many short ones make one row."""
+        self._num_tokens = 0
+        """Tokens in `_row` and `_documents`."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         while (row := self._next()) is not END:
@@ -91,10 +93,10 @@ class Packer:
         self._cursor.lose_place()
         self._epoch = state["epoch"]
         self._row = None if state["is_empty"] else state["tokens"][: state["num_tokens"]].clone()
-        self._documents = []
+        self._documents, self._num_tokens = [], state["num_tokens"]
 
     def _next(self) -> torch.Tensor | Literal[PassEnd.END]:
-        while self._num_tokens() < self._length:
+        while self._num_tokens < self._length:
             if self._source_position.epoch > self._epoch:
                 self._epoch += 1
                 return END
@@ -102,12 +104,9 @@ class Packer:
             if document is not END:
                 self._add(document)
         tokens = self._tokens()
-        self._row, self._documents = tokens[self._length :], []
+        self._row, self._documents, self._num_tokens = tokens[self._length :], [], self._num_tokens - self._length
         # Copied, because a worker would send all that a view shares memory with.
         return tokens[: self._length].clone()
-
-    def _num_tokens(self) -> int:
-        return sum(each.numel() for each in self._documents) + (0 if self._row is None else self._row.numel())
 
     def _tokens(self) -> torch.Tensor:
         if self._row is None:
@@ -131,3 +130,4 @@ class Packer:
         if tokens.dtype != self._row.dtype:
             raise ValueError(f"a document has tokens of {tokens.dtype} and those before it of {self._row.dtype}")
         self._documents.append(tokens)
+        self._num_tokens += tokens.numel()

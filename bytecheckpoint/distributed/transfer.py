@@ -13,13 +13,12 @@ from functools import partial
 from typing import NamedTuple
 
 import msgspec
-import xxhash
 
 from bytecheckpoint.distributed.connection import Connection, PeerLeftError
 from bytecheckpoint.distributed.failures import no_thread
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Address, Listener, connect
-from bytecheckpoint.distributed.wire import HEADER, WireHeader, check_digest, damaged, seal
+from bytecheckpoint.distributed.wire import HEADER, WireHeader, check_digest, damaged, seal, with_digest, without_digest
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.runtime.thread_priority import lower_priority
 
@@ -126,7 +125,8 @@ class _Transfer:
 
     def _admit(self, connection: Connection, message: bytes) -> Callable[[], None]:
         self._outbound.append(connection)
-        return partial(self._serve, connection, _decode(message, connection))
+        request = without_digest(message, peer=connection.global_rank)
+        return partial(self._serve, connection, msgspec.msgpack.decode(request, type=list[SentPiece]))
 
     def _serve(self, connection: Connection, pieces: Sequence[SentPiece]) -> None:
         for piece in pieces:
@@ -144,7 +144,7 @@ class _Transfer:
             reader,
             fetch.address,
             self._ranks.rank,
-            _encode(fetch.pieces),
+            with_digest(msgspec.msgpack.encode(fetch.pieces)),
             timeout_s=min(self._timeout_s, limit_s),
             on_open=self._inbound.append,
             is_over=self._is_interrupted,
@@ -190,15 +190,3 @@ class _Transfer:
         causes = [error for error in self._errors if not isinstance(error, PeerLeftError)]
         for error in (*causes, *self._errors):
             raise error
-
-
-def _encode(pieces: Sequence[SentPiece]) -> bytes:
-    content = msgspec.msgpack.encode(pieces)
-    return xxhash.xxh3_64_digest(content) + content
-
-
-def _decode(message: bytes, connection: Connection) -> Sequence[SentPiece]:
-    digest, content = message[:8], message[8:]
-    if digest != xxhash.xxh3_64_digest(content):
-        raise damaged(f"what rank {connection.global_rank} asked for ({len(message)} bytes) was")
-    return msgspec.msgpack.decode(content, type=list[SentPiece])

@@ -42,19 +42,28 @@ class WireHeader(NamedTuple):
 
 
 def encode_request(request: UnitRequests) -> bytes:
-    """Returns request and digest as bytes. Without the digest, a damaged request would bring intact bytes that were not
-    asked for.
-    """
-    content = msgspec.msgpack.encode(list(request.items()))
-    return xxhash.xxh3_64_digest(content) + content
+    return with_digest(msgspec.msgpack.encode(list(request.items())))
 
 
 def decode_request(message: bytes, *, peer: int) -> UnitRequests:
     """Decodes the request of the peer with this global rank. Raises CheckpointCorruptError (checksum)."""
-    digest, content = message[:8], message[8:]
-    if digest != xxhash.xxh3_64_digest(content):
-        raise damaged(f"what rank {peer} asked for ({len(message)} bytes) was")
+    content = without_digest(message, peer=peer)
     return dict(msgspec.msgpack.decode(content, type=list[tuple[tuple[int, int], tuple[ByteRange, ...]]]))
+
+
+def with_digest(request: bytes) -> bytes:
+    """Returns a request behind its digest. Without one, a damaged request would bring intact bytes that were not asked
+    for.
+    """
+    return xxhash.xxh3_64_digest(request) + request
+
+
+def without_digest(message: bytes, *, peer: int) -> bytes:
+    """Returns the request of the peer with this global rank. Raises CheckpointCorruptError (checksum)."""
+    digest, request = message[:8], message[8:]
+    if digest != xxhash.xxh3_64_digest(request):
+        raise damaged(f"what rank {peer} asked for ({len(message)} bytes) was")
+    return request
 
 
 def view_pieces(content: memoryview, byte_offset: int, pieces: Sequence[ByteRange]) -> list[np.ndarray]:

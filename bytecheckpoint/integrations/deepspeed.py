@@ -18,15 +18,16 @@ from torch import nn
 from bytecheckpoint import api
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState
 from bytecheckpoint.adapters.frameworks.deepspeed import COUNTERS
+from bytecheckpoint.adapters.native.module_walk import tree_of
 from bytecheckpoint.adapters.plain.plain_data import decode_plain
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.checkpoint import Checkpoint
-from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
-from bytecheckpoint.integrations.shared.extra_state import WithExtraState
+from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
-from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder, folder_at
+from bytecheckpoint.integrations.shared.partial_module import partial_module
+from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder
 from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.saving.handle import SaveHandle
@@ -100,7 +101,7 @@ def save_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
     state |= {"rng": RngState(elastic="keep"), "extra_state": {"client_state": dict(client_state or {}), "tag": name}}
     if data is not None:
         state["data"] = data
-    folder = folder_at(save_dir, LATEST, storage_options=storage_options, timeout_s=options.timeout_s)
+    folder = TrackedFolder(os.fspath(save_dir), LATEST, storage_options, options.timeout_s)
     return folder.save(
         name,
         state,
@@ -108,7 +109,7 @@ def save_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
         async_save=async_save,
         metadata=marked("deepspeed", {"deepspeed_tag": name}),
         options=options,
-        on_tracked=lambda _: None,
+        on_tracked=None,
     )
 
 
@@ -161,11 +162,12 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
             kind="conflict",
         )
     options = given_or_default(options, LoadOptions)
-    folder = folder_at(load_dir, LATEST, storage_options=storage_options, timeout_s=options.timeout_s)
+    folder = TrackedFolder(os.fspath(load_dir), LATEST, storage_options, options.timeout_s)
     found = folder.decide_together(lambda: _find(folder, tag), _Found)
     if not found.name:
         return None, None
-    path, client, excluded = folder.path_of(found.name), ClientState(), list[str]()
+    path, excluded = folder.path_of(found.name), list[str]()
+    extra: dict[str, Any] = {}  # takes whatever the checkpoint has
     state: dict[str, Any] = {"model": engine}
     if not load_module_only:
         if _has_optimizer(engine) and (load_optimizer_states or found.has_facts):
@@ -177,7 +179,7 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
         excluded += [] if load_optimizer_states else found.globs_of_states
         excluded += [] if load_lr_scheduler_states else found.globs_of_scheduler
     if found.has_shared_client_state:
-        state["extra_state"] = client
+        state["extra_state"] = extra
     report = api.load(
         path,
         state,
@@ -188,34 +190,23 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
     )
     setattr(engine, _REPORT, report)
     if not found.has_shared_client_state:
-        client.take_own(path, storage_options)
-    return path, client.given
+        return path, _own_client_state(path, storage_options)
+    return path, extra.get("client_state", {})
 
 
-class ClientState:
-    """Target of a load that accepts any client state, which it then has in `given`."""
-
-    def __init__(self) -> None:
-        self.given: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns an empty dict: the checkpoint decides what is loaded."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the client state of the checkpoint, if it has one."""
-        self.given = state_dict.get("client_state", {})
-
-    def take_own(self, path: str, storage_options: Mapping[str, Any] | None) -> None:
-        """Takes the client state that this rank has saved, or that of the lowest rank if this rank saved none. From a
-        checkpoint of DeepSpeed itself, takes all entries but the engine's: DeepSpeed saves both in one dict.
-        """
-        with api.open(path, storage_options=storage_options) as checkpoint:
-            if checkpoint.info.format == _OF_DEEPSPEED:
-                self.given = _beside_engine(checkpoint)
-            elif "extra_state" in checkpoint.manifest.rank_objects:
-                by_rank = checkpoint.rank_values("extra_state")
-                self.load_state_dict(by_rank.get(dist.get_rank(), by_rank[min(by_rank)]))
+def _own_client_state(path: str, storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the client state that this rank has saved, or that of the lowest rank if this rank saved none; an empty
+    dict if no rank did. From a checkpoint of DeepSpeed itself, returns all entries but the engine's: DeepSpeed saves
+    both in one dict.
+    """
+    with api.open(path, storage_options=storage_options) as checkpoint:
+        if checkpoint.info.format == _OF_DEEPSPEED:
+            return _beside_engine(checkpoint)
+        if "extra_state" not in checkpoint.manifest.rank_objects:
+            return {}
+        by_rank = checkpoint.rank_values("extra_state")
+        own: dict[str, dict[str, Any]] = by_rank.get(dist.get_rank(), by_rank[min(by_rank)])
+        return own.get("client_state", {})
 
 
 def _beside_engine(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -252,20 +243,11 @@ def _find(folder: TrackedFolder, tag: str | int | None) -> _Found:
             "there is no file %s, so no checkpoint was loaded and training begins anew. Committed checkpoints beside "
             "it: %s. To load one of them, pass its tag",
             folder.shown(LATEST),
-            ", ".join(folder.committed()) or "none",
+            folder.shown_committed(),
         )
         return _Found()
-    try:
-        checkpoint = api.open(folder.path_of(name), storage_options=folder.storage_options)
-    except CheckpointNotFoundError as error:
-        source = "the tag that was asked for" if tag is not None else f"the tag in {folder.shown(LATEST)}"
-        raise CheckpointNotFoundError(
-            f"{name!r}, {source}, is no committed checkpoint: {error.message}. Nothing was loaded; committed are: "
-            f"{', '.join(folder.committed()) or 'none'}",
-            kind=error.kind,
-            path=error.path,
-        ) from error
-    with checkpoint:
+    source = "the tag that was asked for" if tag is not None else f"the tag in {folder.shown(LATEST)}"
+    with folder.open(name, about=f"{name!r}, {source},") as checkpoint:
         return _described(name, checkpoint)
 
 
@@ -302,15 +284,7 @@ class _TrainedEngine(nn.Module):
 
 
 def _trained(module: nn.Module) -> nn.Module:
-    """Returns a tree of modules with the same names, tensors and extra state, without frozen parameters."""
-    has_extra_state = type(module).get_extra_state is not nn.Module.get_extra_state
-    tree = WithExtraState(module.get_extra_state()) if has_extra_state else nn.Module()
-    for name, parameter in module._parameters.items():
-        if parameter is not None and parameter.requires_grad:
-            tree.register_parameter(name, parameter)
-    for name, buffer in module._buffers.items():
-        tree.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
-    for name, child in module._modules.items():
-        if child is not None:
-            tree.add_module(name, _trained(child))
-    return tree
+    """Returns a module with the values of this one under the same names, without frozen parameters."""
+    values = tree_of(module).walked().state_dict()  # without what hooks add, for which a module has no place
+    frozen = {name for name, each in values.items() if isinstance(each, nn.Parameter) and not each.requires_grad}
+    return partial_module({name: value for name, value in values.items() if name not in frozen})

@@ -28,7 +28,7 @@ from bytecheckpoint.integrations.megatron.folder import (
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders
-from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder, folder_at
+from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.saving.in_flight import process_state
 
@@ -92,7 +92,7 @@ class BcpBridgeManager:
             async_save=config.async_save,
             metadata=marked("megatron_bridge", {METADATA: described}),
             options=self.bcp_options,
-            on_tracked=bool,
+            on_tracked=None,
         )
         if folders is not None:
             step = train_state.step
@@ -158,8 +158,7 @@ class BcpBridgeManager:
         return self._folders[folder.root]
 
     def _folder(self, root: str) -> TrackedFolder:
-        timeout_s = self.bcp_options.timeout_s
-        return folder_at(root, TRACKER, storage_options=self.bcp_storage_options, timeout_s=timeout_s)
+        return TrackedFolder(root, TRACKER, self.bcp_storage_options, self.bcp_options.timeout_s)
 
 
 def _random_numbers(ctx: Any) -> RngState:

@@ -357,10 +357,50 @@ def test_rows_are_packed_on_the_host_whatever_device_is_the_default(kind: Any) -
     assert [row.tolist() for row in (first, *rest)] == [[1, 2], [3, 4], [5, 6]]
 
 
+@pytest.mark.parametrize(
+    ("documents", "reason"),
+    [
+        (["words"], "got a str: tokenize first"),
+        ([{"ids": [1, 2]}], "got a dict: tokenize first, or pass key="),
+        ([torch.ones(2, 2)], r"this one has the shape \(2, 2\)"),
+        ([[1], torch.ones(2)], r"tokens of torch.float32 and those before it of torch.int64"),
+    ],
+)
+def test_documents_that_make_no_rows_are_refused_with_the_reason(documents: list[Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        list(Packer(documents, 2))
+
+
+def test_the_tokens_of_a_document_are_found_in_a_dict_and_rows_of_another_length_are_refused() -> None:
+    packer = Packer([{"ids": [1, 2, 3]}], 2, key="ids")
+    assert [row.tolist() for row in packer] == [[1, 2]]
+    with pytest.raises(ValueError, match="with rows of 2 tokens, and this one makes rows of 3: positions count rows"):
+        Packer([{"ids": [1, 2, 3]}], 3, key="ids").load_state_dict(packer.state_dict())
+
+
+def test_a_row_of_many_short_documents_counts_each_of_them_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    numel, num_counts = torch.Tensor.numel, 0
+
+    def counting(tensor: torch.Tensor) -> int:
+        nonlocal num_counts
+        num_counts += 1
+        return numel(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "numel", counting)
+    first, second, *_ = Packer([[number] for number in range(450)], 200)
+    assert [*first.tolist(), *second.tolist()] == list(range(400))
+    assert num_counts < 10 * 450
+
+
 @pytest.mark.parametrize("arguments", [{"size": 2.0}, {"size": 2, "seed": None}, {"size": True}])
 def test_a_buffer_whose_size_or_seed_is_no_integer_is_refused_at_once(arguments: Any) -> None:
     with pytest.raises(ValueError, match="size and seed of a ShuffleBuffer are integers, not"):
         ShuffleBuffer([1], **arguments)
+
+
+def test_a_buffer_with_no_room_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="has room for 0 samples; it needs 1 or more"):
+        ShuffleBuffer([1], 0)
 
 
 @pytest.mark.parametrize("length", [0, 2.0, True])

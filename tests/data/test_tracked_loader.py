@@ -60,6 +60,16 @@ def num_taken(tracked: Any) -> int:
     return sum(state["samples"] for state in saved(tracked).values())
 
 
+@pytest.mark.parametrize(
+    "sample", [torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex64).conj()], ids=["sparse", "conjugated"]
+)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_worker_shuffles_samples_whose_bytes_cannot_be_sent_as_they_are(sample: torch.Tensor) -> None:
+    streams = Streams({"a": ShuffleBuffer([sample] * 4, 2)}, rank=0, size=1, snapshot_every=1)
+    loader, _ = loader_of(streams, batch_size=1, num_workers=1)
+    assert all(torch.equal(each.to_dense(), sample.to_dense()) for (each,) in loader)
+
+
 @pytest.mark.parametrize("workers", WORKERS)
 def test_the_state_counts_what_the_trainer_took(workers: dict[str, Any]) -> None:
     loader, tracked = new_loader(**workers)

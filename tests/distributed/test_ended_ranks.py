@@ -289,6 +289,23 @@ def test_a_stranger_is_no_rank(links: tuple[HostLinks, HostLinks]) -> None:
     assert leader.ended() == set()
 
 
+def test_strangers_that_send_nothing_hold_few_descriptors_and_keep_no_rank_away(
+    links: tuple[HostLinks, HostLinks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, _ = links
+    monkeypatch.setattr(host_links, "MAX_SILENT", 4)
+    assert leader.address is not None
+    silent = [socket.create_connection(("127.0.0.1", leader.address.port)) for _ in range(12)]
+    assert wait_until(lambda: leader.ended() == set() and len(leader._new) == 4)
+    assert [each.recv(1) for each in silent[:8]] == [host_links._CLOSED] * 8
+    late = HostLinks(5, "127.0.0.1")
+    late.connect(0, leader.address)
+    assert wait_until(lambda: not leader.ended() and not leader.needs(5))
+    for each in silent:
+        each.close()
+    late.close()
+
+
 def test_ranks_on_one_host_open_no_port() -> None:
     store = dist.HashStore()
     watches = [PeerWatch(store, rank, 3, 64) for rank in range(3)]

@@ -70,6 +70,8 @@ def one_rank() -> Iterator[None]:
 def test_adapters_in_flat_parameters_are_refused() -> None:
     model = Adapted(0)
     model.base = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
-    with pytest.raises(bcp.CheckpointMismatchError, match=r"under FSDP1 .* bcp_save_base = True") as refused:
+    with pytest.raises(
+        bcp.CheckpointMismatchError, match=r"under FSDP1 .*bcp_save_base = True.*save_lora_only=False of verl"
+    ) as refused:
         adapters_of(model)
     assert refused.value.kind == "conflict"

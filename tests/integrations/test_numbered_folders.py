@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -51,12 +53,27 @@ def test_what_training_has_left_goes_first(tmp_path: Path) -> None:
     folders.begin()
     handles = {number: save(folders, number) for number in (1, 2, 3)}
     again = NumberedFolders(tmp_path, "step-", storage_options=None)
-    again.begin(resumed=handles[1].result().save_id)
+    again.begin(resumed=handles[1].result().path)
     assert numbers(again) == [2, 3, 1]
     save(again, 4, num_kept=2)
     again.close(60)
     assert numbers(again) == [1, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-4"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
+def test_a_forked_child_waits_for_no_save_of_its_parent_when_it_exits(tmp_path: Path) -> None:
+    folders = NumberedFolders(tmp_path, "step-", storage_options=None)
+    folders.begin()
+    folders.record(1)
+    under_way: Any = SimpleNamespace(add_done_callback=bool)
+    folders.retire_after(under_way, 1, None)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends the child, with another code, where it waits
+        folders.close(3600)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_choice_of_the_newest_save_counts_whichever_is_noted_last(tmp_path: Path) -> None:

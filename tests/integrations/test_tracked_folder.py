@@ -10,7 +10,7 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
-from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder, folder_at
+from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
 DIRECT = bcp.SaveOptions()
@@ -32,7 +32,7 @@ def save(folder: TrackedFolder, name: str, before: list[str | None], *, options:
 def test_nothing_counts_as_replaced_where_the_file_could_not_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = folder_at(tmp_path, "latest", storage_options=None, timeout_s=60)
+    folder = TrackedFolder(str(tmp_path), "latest", None, 60)
     before: list[str | None] = []
     save(folder, "a", before)
     save(folder, "b", before)
@@ -53,7 +53,7 @@ def test_nothing_counts_as_replaced_where_the_file_could_not_be_written(
 def test_a_save_that_failed_before_its_commit_leaves_the_file_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_staged: bool
 ) -> None:
-    folder = folder_at(tmp_path / "run", "latest", storage_options=None, timeout_s=60)
+    folder = TrackedFolder(str(tmp_path / "run"), "latest", None, 60)
     before: list[str | None] = []
     options = bcp.SaveOptions(local_stage=str(tmp_path / "stage") if is_staged else None)
     save(folder, "a", before, options=options)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -132,10 +133,10 @@ def test_one_host_is_warned_of_once_and_holds_the_save_all_the_same(workers: Wor
 def save_breaking(rank: int, world_size: int, folder: Path, breaks: int) -> tuple[str, list[int]]:
     """Saves while the first connections break in the middle; returns the answer and the pieces asked for each time."""
     asked: list[int] = []
-    encode, check = transfer._encode, transfer.check_digest
+    encode, check = transfer.with_digest, transfer.check_digest
 
     def counting(wanted: Any) -> bytes:
-        asked.append(len(wanted))
+        asked.append(len(msgspec.msgpack.decode(wanted)))
         return encode(wanted)
 
     num_arrived = 0
@@ -150,7 +151,7 @@ def save_breaking(rank: int, world_size: int, folder: Path, breaks: int) -> tupl
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(transfer, "_encode", counting)
+        patch.setattr(transfer, "with_digest", counting)
         patch.setattr(transfer, "check_digest", breaking)
         patch.setattr(pieces, "PIECE_BYTES", 300_000)
         given = options(folder, rank, 1)

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from bytecheckpoint.adapters.data.rank_states import RankStates
 from bytecheckpoint.adapters.data.stream_wire import KeyedBy
+from bytecheckpoint.adapters.stateful import is_stateful
 from bytecheckpoint.data.elastic_loader import ElasticLoader
 from bytecheckpoint.data.known_loaders import elastic_loader_of
 from bytecheckpoint.runtime.integers import integer_of
@@ -51,7 +52,7 @@ class DataLoaderState:
         self.size = num_ranks
         self.elastic = elastic
         elastic_loader = elastic_loader_of(loader)
-        if elastic_loader is None and not _has_state(loader):
+        if elastic_loader is None and not is_stateful(loader):
             raise TypeError(
                 f"a {type(loader).__name__} has no state to save: it has no state_dict() and load_state_dict(), is no "
                 "loader that is known, and no ElasticLoader. Make a DataLoader's dataset of "
@@ -84,7 +85,3 @@ class DataLoaderState:
 
     def __repr__(self) -> str:
         return f"DataLoaderState({self.loader!r}, rank={self.rank}, size={self.size}, elastic={self.elastic!r})"
-
-
-def _has_state(loader: object) -> bool:
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))

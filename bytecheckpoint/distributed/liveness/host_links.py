@@ -28,6 +28,8 @@ _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 4, 2, 3
 """A host that does not answer is known after 10 s."""
 _UNREACHABLE_S = _KEEPALIVE_IDLE_S + _KEEPALIVE_INTERVAL_S * _KEEPALIVE_PROBES
 _BACKLOG = 256
+MAX_SILENT = 256
+"""Accepted links whose hello has not arrived. Of more the oldest are closed: anybody may connect, and send nothing."""
 
 
 class LinkAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -137,8 +139,7 @@ class HostLinks:
         """Closes all links; their other ends learn that this process lives on."""
         self._accept()
         for link in [*self._new, *self._open.values()]:
-            with suppress(OSError):
-                link.sendall(_CLOSED)
+            _leave(link)
         self.forget()
 
     def forget(self) -> None:
@@ -177,6 +178,8 @@ class HostLinks:
         for link in list(self._new):
             with suppress(BlockingIOError):
                 self._admit(link)
+        while len(self._new) > MAX_SILENT:
+            _leave(self._new.pop(0))
 
     def _admit(self, link: socket.socket) -> None:
         """Accepts a new link if it shows the token, else closes it. Raises BlockingIOError if its hello has not arrived
@@ -195,6 +198,13 @@ class HostLinks:
             return
         self._unreachable.pop(rank, None)
         self._open[rank] = link
+
+
+def _leave(link: socket.socket) -> None:
+    """Closes a link; its other end learns that this process goes on."""
+    with suppress(OSError):
+        link.sendall(_CLOSED)
+    link.close()
 
 
 def _with_keepalive(link: socket.socket) -> socket.socket:

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 from torch._C._distributed_c10d import Store, TCPStore
 
+from bytecheckpoint.distributed.blocks import COORDINATOR, RankBlocks
 from bytecheckpoint.distributed.liveness.host_links import HostLinks, LinkAddress
 from bytecheckpoint.distributed.store_values import get_messages
 from bytecheckpoint.distributed.waiting import base_of
@@ -101,10 +102,9 @@ class PeerWatch:
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int, block_ranks: int) -> None:
-        leader = rank - rank % block_ranks
-        below = [*range(leader + 1, min(leader + block_ranks, num_ranks))] if rank == leader else []
-        self._below = [*below, *(range(block_ranks, num_ranks, block_ranks) if rank == 0 else [])]
-        self._above = None if rank == 0 else 0 if rank == leader else leader
+        blocks = RankBlocks(rank, num_ranks, block_ranks)
+        self._below = blocks.senders(rank) if blocks.is_leader else []
+        self._above = None if rank == COORDINATOR else COORDINATOR if blocks.is_leader else blocks.leader
         self._store, self._rank = store, rank
         self._own: Presence | None = None
         self._known: dict[int, Presence] = {}

@@ -63,7 +63,10 @@ def sampler_of(loader: Any) -> Any:
     return loader.sampler if innermost is None else getattr(innermost, "sampler", None)
 
 
-def is_stateful(loader: Any) -> bool:
+def is_of_torchdata(loader: Any) -> bool:
+    """Returns True if torchdata's StatefulDataLoader reads for this loader. The others have state_dict() too, and no
+    position in it.
+    """
     return bool(getattr(loader, "use_stateful_dataloader", False))
 
 

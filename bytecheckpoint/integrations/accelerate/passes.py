@@ -31,7 +31,7 @@ from bytecheckpoint.integrations.accelerate.loader_facts import (
     core_of,
     generator_of,
     has_first_iterator,
-    is_stateful,
+    is_of_torchdata,
     order_of,
     sampler_of,
 )
@@ -176,7 +176,7 @@ def _iterated(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator
     restore = _begin_resumed(loader, resume) if resume is not None else None
     prepared = resume.prepared() if resume is not None else None
     skipped = max(int(getattr(loader, "skip_batches", 0)), int(getattr(loader.batch_sampler, "skip_batches", 0)))
-    if resume is not None and resume.stream is not None and prepared is loader and is_stateful(loader):
+    if resume is not None and resume.stream is not None and prepared is loader and is_of_torchdata(loader):
         skipped = resume.shared["batches"]
     going_on = resume.order if resume is not None else None
     order = going_on or order_of(loader)

@@ -18,7 +18,7 @@ from bytecheckpoint.integrations.accelerate.loader_facts import (
     global_batch,
     has_first_iterator,
     holds_dataset,
-    is_stateful,
+    is_of_torchdata,
     order_of,
     set_order,
 )
@@ -49,7 +49,7 @@ class PreparedLoader:
             return self._resume.stream
         loader, in_pass = self._loader, self._is_in_pass()
         order = self._pass.order if self._pass is not None and in_pass else order_of(loader)
-        state = loader.state_dict() if is_stateful(loader) else None
+        state = loader.state_dict() if is_of_torchdata(loader) else None
         # Torchdata draws twice for a pass that has ended, so such a state is left out, but for that of a dataset.
         is_needed = in_pass or holds_dataset(state)
         return {"order": order, "loader": state if is_needed else None, "is_new": has_first_iterator(loader)}
@@ -106,10 +106,10 @@ class PreparedLoader:
         set_order(loader, order)
         num_batches, num_again = batches_now(loader, shared, num_ranks)
         num_to_skip = 0
-        if stream is not None and is_stateful(loader):
+        if stream is not None and is_of_torchdata(loader):
             if stream["loader"] is not None or not stream["is_new"]:
                 loader.load_state_dict(stream["loader"] or {})
-        elif is_stateful(loader):
+        elif is_of_torchdata(loader):
             num_to_skip = num_batches
         elif num_batches and self._accelerator.is_main_process:
             logger.warning(
@@ -127,7 +127,12 @@ class PreparedLoader:
         core = core_of(loader)
         PASSES.pop(core, None)
         RESUMES[core] = ResumedPass(
-            weakref.ref(loader), shared, stream, order if shared["batches"] else None, num_to_skip, restore_rng
+            prepared=weakref.ref(loader),
+            shared=shared,
+            stream=stream,
+            order=order if shared["batches"] else None,
+            num_to_skip=num_to_skip,
+            restore_rng=restore_rng,
         )
 
     def _order_of_first_rank(self, streams: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,7 +172,14 @@ def current_loader(accelerator: Any) -> Any:
 
 def restore_after_first_batch(loader: Any, restore_rng: Callable[[], object]) -> None:
     """Calls `restore_rng` when the next pass over a loader of `bcp.data.Streams` has given its first batch."""
-    RESUMES[core_of(loader)] = ResumedPass(weakref.ref(loader), {"batches": 0}, None, None, 0, restore_rng)
+    RESUMES[core_of(loader)] = ResumedPass(
+        prepared=weakref.ref(loader),
+        shared={"batches": 0},
+        stream=None,
+        order=None,
+        num_to_skip=0,
+        restore_rng=restore_rng,
+    )
 
 
 def _id_of(rank: int) -> str:

@@ -97,13 +97,11 @@ def save_state(
             "Save when accelerator.sync_gradients is True"
         )
     if root:
-        record = _decide(
-            root,
-            arguments,
-            SaveOptions(),
-            lambda: _folders_of(accelerator, root, arguments).record(project.iteration),
-            FolderRecord,
-        )
+
+        def note_save() -> FolderRecord:
+            return _folders_of(accelerator, root, arguments).record(project.iteration)
+
+        record = _decide(root, arguments, SaveOptions(), note_save, FolderRecord)
         arguments["metadata"] = {**(arguments.get("metadata") or {}), **record.as_metadata()}
     models = _saved_models(accelerator, place, _decisions(place, arguments, SaveOptions()))
     state = _state_of(accelerator, models, loads=False)
@@ -324,17 +322,13 @@ def _newest(root: str, arguments: Mapping[str, Any]) -> tuple[str, int]:
 
     found: tuple[str, int] = _decide(root, arguments, LoadOptions(), find, tuple[str, int])
     if not found[0]:
-        raise _nothing_in(root)
+        raise CheckpointNotFoundError(
+            f"{showable_url(root)} holds no committed checkpoint_<number> that save_state has written; nothing was "
+            "loaded. Folders that accelerator.save_state wrote are loaded by accelerator.load_state",
+            kind="not_found",
+            path=showable_url(root),
+        )
     return found
-
-
-def _nothing_in(root: str) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(
-        f"{showable_url(root)} holds no committed checkpoint_<number> that save_state has written; nothing was loaded. "
-        "Folders that accelerator.save_state wrote are loaded by accelerator.load_state",
-        kind="not_found",
-        path=showable_url(root),
-    )
 
 
 def _remove_files_of_accelerate(path: str) -> None:

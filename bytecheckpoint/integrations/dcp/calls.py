@@ -341,13 +341,9 @@ def _ranks_of(
     """Yields the group of the ranks that take part, None for the default group. With `no_dist` this is a new group of
     this process alone, which is destroyed at the end.
     """
-    alone = alone_group() if no_dist else None
     of_writer = plug_in.process_group if isinstance(plug_in, BcpStorageWriter) else None
-    try:
+    with alone_group(is_alone=no_dist) as alone:
         yield alone or process_group or of_writer
-    finally:
-        if alone is not None:
-            dist.destroy_process_group(alone)
 
 
 def _metadata_of(

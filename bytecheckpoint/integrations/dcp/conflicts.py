@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 import msgspec
@@ -63,7 +64,9 @@ def mark_differing(
             "and a load gives it to the rank of the same number; wrap what is meant to differ in bcp.RankLocal",
             stacklevel=4,
         )
-    return {key: _marked(value, str(key), set(differing)) for key, value in state.items()} if differing else dict(state)
+    # With the names above them: of a state with as many conflicts as parameters each part is looked at once.
+    on_the_way = {above for name in differing for above in accumulate(name.split("."), "{}.{}".format)}
+    return {key: _marked(value, str(key), set(differing), on_the_way) for key, value in state.items()}
 
 
 class _Values:
@@ -149,12 +152,14 @@ def _items(value: Any, fqn: str) -> Collection[tuple[Any, Any]] | None:
     return None
 
 
-def _marked(value: Any, fqn: str, differing: set[str]) -> Any:
-    """Returns a copy of the value in which the parts with these names are put into a RankLocal each."""
+def _marked(value: Any, fqn: str, differing: set[str], on_the_way: set[str]) -> Any:
+    """Returns a copy of the value in which the parts with these names are put into a RankLocal each. `on_the_way` has
+    these names, and the names of all that they are in.
+    """
     if fqn in differing:
         return RankLocal(value)
-    items = _items(value, fqn)
-    if items is None or not any(name.startswith(f"{fqn}.") for name in differing):
+    items = _items(value, fqn) if fqn in on_the_way else None
+    if items is None:
         return value
-    marked = {key: _marked(item, join_fqn(fqn, key), differing) for key, item in items}
+    marked = {key: _marked(item, join_fqn(fqn, key), differing, on_the_way) for key, item in items}
     return marked if isinstance(value, dict) else list(marked.values())

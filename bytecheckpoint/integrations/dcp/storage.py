@@ -6,7 +6,8 @@ checkpoint. With a plug-in, DCP still makes its plan and its staging copy; the c
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -111,12 +112,19 @@ SAVE_PLANNER_ADVICE = "leave the planner out, change the state_dict itself, or s
 LOAD_PLANNER_ADVICE = "leave the planner out, or load through BcpStorageReader with torch.distributed.checkpoint"
 
 
-def alone_group() -> dist.ProcessGroup | None:
-    """Returns a group of this process alone, which the caller is to destroy; None if there are no other processes."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return None
+@contextmanager
+def alone_group(*, is_alone: bool) -> Iterator[dist.ProcessGroup | None]:
+    """Yields a group of this process alone, and destroys it at the end. Yields None if not `is_alone`, or if there are
+    no other processes.
+    """
+    if not (is_alone and dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        yield None
+        return
     group: dist.ProcessGroup = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    return group
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
 
 
 class BcpStorageWriter(StorageWriter):
@@ -176,15 +184,13 @@ class BcpStorageWriter(StorageWriter):
         state = unflatten_state_dict(flat, planner.mappings) if planner.flatten_state_dict else flat  # type: ignore[attr-defined]
         group, num_ranks = self.process_group, plan.storage_data
         is_grouped = dist.is_available() and dist.is_initialized()
-        is_alone = is_grouped and self._uses_collectives and num_ranks == 1
         if is_grouped and self._uses_collectives and num_ranks not in {1, dist.get_world_size(group)}:
             raise CheckpointMismatchError(
                 f"{num_ranks} ranks save, and the process_group of BcpStorageWriter has {dist.get_world_size(group)}; "
                 "nothing was written: give it the process_group that dcp.save is called with",
                 kind="conflict",
             )
-        own_group = alone_group() if is_alone else None
-        try:
+        with alone_group(is_alone=self._uses_collectives and num_ranks == 1) as own_group:
             handle = begin_save(
                 state,
                 self.path,
@@ -195,9 +201,6 @@ class BcpStorageWriter(StorageWriter):
                 is_async=False,
             )
             handle.result()
-        finally:
-            if own_group is not None:
-                dist.destroy_process_group(own_group)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done

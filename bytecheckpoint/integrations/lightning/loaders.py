@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint import api
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
+from bytecheckpoint.adapters.stateful import is_stateful
 from bytecheckpoint.data.known_loaders import elastic_loader_of
 from bytecheckpoint.data.streams import Streams
 from bytecheckpoint.data.tracked_loader import TrackedLoader
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.lightning.paths import ChosenCheckpoint
-from bytecheckpoint.integrations.shared.loader_state import has_state
 from bytecheckpoint.options import LoadOptions
 
 logger = logging.getLogger("bytecheckpoint")
@@ -69,7 +69,7 @@ class TrainLoaders:
         """
         if round_of is not self._round:
             self._round, self.states = round_of, []
-        if elastic_loader_of(loader) is None and not has_state(loader):
+        if elastic_loader_of(loader) is None and not is_stateful(loader):
             return
         state = DataLoaderState(loader, rank=rank, size=size, elastic=self._elastic)
         self.states.append(state)

@@ -9,9 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from bytecheckpoint.adapters.native.module_parts import is_extra_state
-from bytecheckpoint.integrations.shared.extra_state import WithExtraState
-from bytecheckpoint.manifest.plain_wire import join_fqn
+from bytecheckpoint.integrations.shared.partial_module import partial_module
 
 
 def module_or_part(module: nn.Module, shown: Mapping[str, Any], left: Mapping[str, Any]) -> nn.Module | dict[str, Any]:
@@ -20,31 +18,10 @@ def module_or_part(module: nn.Module, shown: Mapping[str, Any], left: Mapping[st
     """
     if any(value is not shown.get(name) for name, value in left.items()):
         return dict(left)
-    return module if left.keys() == shown.keys() else _part_of(module, left)
-
-
-def _part_of(module: nn.Module, names: Mapping[str, Any]) -> nn.Module:
-    """Returns a module that holds these parameters, buffers and extra state, under the same names, and nothing else."""
+    if left.keys() == shown.keys():
+        return module
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    extra = {name.rpartition(".")[0]: value for name, value in names.items() if is_extra_state(name)}
-    part = _made("", extra)
-    for name, value in names.items():
-        folder, _, last = name.rpartition(".")
-        inner, path = part, ""
-        for step in filter(None, folder.split(".")):
-            path = join_fqn(path, step)
-            if step not in inner._modules:
-                inner.add_module(step, _made(path, extra))
-            inner = inner.get_submodule(step)
-        if name in parameters:
-            inner.register_parameter(last, parameters[name])
-        elif not is_extra_state(name):
-            inner.register_buffer(last, value)
-    return part
-
-
-def _made(path: str, extra: Mapping[str, Any]) -> nn.Module:
-    return WithExtraState(extra[path]) if path in extra else nn.Module()
+    return partial_module({name: parameters.get(name, value) for name, value in left.items()})
 
 
 def is_same(value: Any, shown: Mapping[str, Any]) -> bool:

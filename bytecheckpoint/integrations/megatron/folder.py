@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from bytecheckpoint import api
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders
@@ -80,12 +79,12 @@ def find(args: Namespace, root: str | None, reach: TrackedFolder) -> FoundIterat
         raise CheckpointNotFoundError(
             f"{message}; nothing was loaded", kind="not_found", path=places[0] if places else ""
         )
-    committed = ", ".join(reach._replace(root=root).committed()) if root is not None else ""
+    committed = reach._replace(root=root).shown_committed() if root is not None else "none"
     logger.warning(
         "%s, so no checkpoint was loaded and training begins anew. Committed checkpoints beside it: %s. To load one of "
         "them, pass --ckpt-step",
         message,
-        committed or "none",
+        committed,
     )
     return FoundIteration()
 
@@ -104,14 +103,9 @@ def _folders(args: Namespace, root: str | None, reach: TrackedFolder) -> list[Tr
 def _described(folder: TrackedFolder, name: str) -> FoundIteration:
     path = folder.path_of(name)
     try:
-        checkpoint = api.open(path, storage_options=folder.storage_options)
-    except CheckpointNotFoundError as error:
-        raise CheckpointNotFoundError(
-            f"{folder.shown(name)} is no committed checkpoint: {error.message}. Nothing was loaded; committed are: "
-            f"{', '.join(folder.committed()) or 'none'}. Choose one of them with --ckpt-step",
-            kind=error.kind,
-            path=folder.shown(name),
-        ) from error
+        checkpoint = folder.open(name, about=folder.shown(name), advice=". Choose one of them with --ckpt-step")
+    except CheckpointNotFoundError:
+        raise
     except CheckpointError:  # a folder of Megatron's that is not read here, which Megatron may read
         if name in folder.committed():
             raise

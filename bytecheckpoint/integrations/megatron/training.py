@@ -30,7 +30,7 @@ from bytecheckpoint.integrations.megatron.folder import (
 from bytecheckpoint.integrations.megatron.plain import plain_arguments, with_classes, without_classes
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
-from bytecheckpoint.integrations.shared.tracked_folder import folder_at
+from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder
 from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage.credentials import showable_url
@@ -114,7 +114,7 @@ def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
     args, options = get_args(), given_or_default(options, SaveOptions)
     _refuse_unsupported(args, others, kind=args.non_persistent_ckpt_type if non_persistent_ckpt else None)
     root = non_persistent_root(args, args.save) if non_persistent_ckpt else args.save
-    folder = folder_at(root, TRACKER, storage_options=storage_options, timeout_s=options.timeout_s)
+    folder = TrackedFolder(root, TRACKER, storage_options, options.timeout_s)
     ft_integration.on_checkpointing_start()
     rerun = rerun_state_machine.get_rerun_state_machine().state_dict(
         data_iterator=train_data_iterator, ckpt_format="torch_dist"
@@ -148,7 +148,7 @@ def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
         async_save=args.async_save,
         metadata=marked("megatron", {METADATA: described}),
         options=options,
-        on_tracked=bool if replaced is None else replaced.note,
+        on_tracked=None if replaced is None else replaced.note,
     )
     if replaced is not None:
         replaced.folders.retire_after(handle, iteration, partial(replaced.going, iteration, interval or 0))
@@ -201,7 +201,7 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
     """
     args, options = get_args(), given_or_default(options, LoadOptions)
     _refuse_unsupported(args, others, kind=args.non_persistent_ckpt_type)
-    first = folder_at("", TRACKER, storage_options=storage_options, timeout_s=options.timeout_s)
+    first = TrackedFolder("", TRACKER, storage_options, options.timeout_s)
     found = first.decide_together(lambda: find(args, getattr(args, load_arg), first), FoundIteration)
     if found.is_of_megatron:
         own = {"load_arg": load_arg, "strict": strict, "checkpointing_context": checkpointing_context, **others}

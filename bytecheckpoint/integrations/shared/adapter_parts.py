@@ -4,13 +4,14 @@ names. Recognises adapters by the attributes that PEFT sets on a model, and neve
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _NormBase
 
 from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.integrations.shared.partial_module import partial_module
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -18,9 +19,9 @@ def has_adapters(model: nn.Module) -> bool:
     return bool(_adapter_names(model))
 
 
-def _adapter_names(model: nn.Module) -> Collection[str]:
+def _adapter_names(model: nn.Module) -> set[str]:
     found = getattr(model, "peft_config", None)
-    return found.keys() if isinstance(found, dict) else ()
+    return set(found) if isinstance(found, dict) else set()
 
 
 def adapters_of(model: nn.Module) -> nn.Module:
@@ -33,35 +34,19 @@ def adapters_of(model: nn.Module) -> nn.Module:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise CheckpointMismatchError(
             "the adapters of a model under FSDP1 cannot be told from its frozen weights, which lie in the same flat "
-            "parameters; nothing was saved or loaded: use FSDP2 (fsdp_version: 2), or set bcp_save_base = True to save "
-            "the whole model",
+            "parameters; nothing was saved or loaded: use FSDP2, or save the whole model (bcp_save_base = True of the "
+            "Trainer's mixin, save_lora_only=False of verl)",
             kind="conflict",
         )
     adapters = _adapter_names(model)
-    part = nn.Module()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad or not set(name.split(".")).isdisjoint(adapters):
-            owner, last = _owner_of(part, name)
-            owner.register_parameter(last, parameter)
+    values: dict[str, Any] = {
+        name: parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad or not adapters.isdisjoint(name.split("."))
+    }
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
-            owner, last = _owner_of(part, name)
-            is_ours = isinstance(module, _NormBase) or not set(name.split(".")).isdisjoint(adapters)
-            if is_ours and last not in module._non_persistent_buffers_set:
-                owner.register_buffer(last, buffer)
-    return part
-
-
-def _owner_of(part: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Returns the module inside `part` that is to hold the tensor `name`, and the last part of the name. Adds this
-    module and its parents to `part` where they are missing.
-    """
-    *above, last = name.split(".")
-    owner = part
-    for each in above:
-        child = owner._modules.get(each)
-        if child is None:
-            child = nn.Module()
-            owner.add_module(each, child)
-        owner = child
-    return owner, last
+            is_persistent = name.rpartition(".")[2] not in module._non_persistent_buffers_set
+            if is_persistent and (isinstance(module, _NormBase) or not adapters.isdisjoint(name.split("."))):
+                values[name] = buffer
+    return partial_module(values)

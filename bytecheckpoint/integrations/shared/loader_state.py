@@ -7,11 +7,6 @@ from typing import Any
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
 
 
-def has_state(loader: object) -> bool:
-    """Returns True if a loader has `state_dict` and `load_state_dict`, so its position can be saved and restored."""
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
 def loader_state(loader: Any, *, rank: int, size: int, elastic: Elastic | None) -> DataLoaderState:
     """Returns the state of a loader. With `elastic` None, the state of a loader of streams is exact on any number of
     data-parallel ranks; the state of any other loader is saved, but a load on another number of ranks refuses it.

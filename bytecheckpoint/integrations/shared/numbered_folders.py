@@ -89,7 +89,7 @@ class NumberedFolders:
         width: int = 0,
         own_key: str = "",
         storage_options: Mapping[str, Any] | None,
-        remove_beside: Callable[[str], object] = bool,
+        remove_beside: Callable[[str], object] | None = None,
     ) -> None:
         """A checkpoint is at `root/<prefix><number>/<below>`, its number with at least `width` digits.
 
@@ -124,6 +124,7 @@ class NumberedFolders:
         self._choose: Choose | None = None
         """The latest one, which each run in the background calls again."""
         self._work = RetriedWork("bcp-retention", self._delete_due, what=f"the deletion of checkpoints in {self.root}")
+        self._pid = os.getpid()
 
     def path_of(self, number: int) -> str:
         """Returns the path or URL of a checkpoint."""
@@ -133,14 +134,16 @@ class NumberedFolders:
         """Returns the numbers of all folders with such a name, in ascending order, whatever is in them. A name with
         other digits than `path_of` gives, such as `step-007` for `step-7`, does not count.
         """
-        names = open_store(self.root, storage_options=self._storage_options, writer_threads=1).list("")
-        matches = (self._is_named(name) for name, num_bytes in names.items() if num_bytes is None)
+        matches = (self._is_named(name) for name, num_bytes in self.names_in(self.root).items() if num_bytes is None)
         found = (match[1] for match in matches if match is not None)
         return sorted(int(digits) for digits in found if digits == f"{int(digits):0{self._width}}")
 
     def names_in(self, path: str) -> Mapping[str, int | None]:
         """Returns the names in the folder at `path`: files with their lengths in bytes, folders with None."""
-        return open_store(path, storage_options=self._storage_options, writer_threads=1).list("")
+        return self._store_at(path).list("")
+
+    def _store_at(self, path: str) -> Store:
+        return open_store(path, storage_options=self._storage_options, writer_threads=1)
 
     def committed(self, *, to_load: bool = False) -> list[NumberedFolder]:
         """Returns the committed checkpoints in the order in which they may be deleted: first those that training left
@@ -194,12 +197,14 @@ class NumberedFolders:
         return folder
 
     def begin(self, *, resumed: str = "") -> None:
-        """Reads the records of the committed checkpoints, and calls `finish_begun`. `resumed` is the save id of the
-        checkpoint that training goes on from: those that were saved after it are the first to be deleted.
+        """Reads the records of the committed checkpoints, and calls `finish_begun`. `resumed` is the path or URL of the
+        checkpoint that training goes on from: those that were saved after it are the first to be deleted. One that is
+        not of this run, or empty text for a fresh start, changes nothing.
         """
+        save_id = layout.committed_save_id(self._store_at(resumed), "") if resumed else ""
         sequences = {folder.save_id: folder.record.sequence for folder in self.committed()}
         self._next_sequence = max(sequences.values(), default=_NEVER_SAVED) + 1
-        last = sequences.get(resumed, self._next_sequence)
+        last = sequences.get(save_id, self._next_sequence)
         self._first_to_go = {save_id for save_id, sequence in sequences.items() if sequence > last}
         self.finish_begun()
 
@@ -286,7 +291,10 @@ class NumberedFolders:
     def wait(self, hanging_s: float) -> None:
         """Waits for the end of the saves, at most `hanging_s` seconds, and then of the deletions. Gives up, with a
         warning, if deletions make no progress for `hanging_s`, at most a minute, or still fail after half a minute.
+        Returns at once in a forked child: saves and deletions go on in its parent.
         """
+        if os.getpid() != self._pid:  # a thread of the parent may have held the lock when it forked
+            return
         with self._changed:
             self._changed.wait_for(lambda: not self._num_awaited, hanging_s)
         hanging_s = min(hanging_s, _HANGING_S)
@@ -331,9 +339,10 @@ class NumberedFolders:
         try:
             self._unfinished.add(number)
             path = self.path_of(number)
-            yield open_store(path, storage_options=self._storage_options, writer_threads=1)
+            yield self._store_at(path)
             if is_plain_path(path) and not layout.has_manifest(self.names_in(path)):
-                self._remove_beside(path)
+                if self._remove_beside is not None:
+                    self._remove_beside(path)
                 _remove_empty(path, below=self.root)
             self._unfinished.discard(number)
         finally:

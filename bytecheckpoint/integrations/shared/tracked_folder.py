@@ -6,13 +6,13 @@ knows to have succeeded, unless that save was told to leave the file as it is.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from bytecheckpoint import phases
+from bytecheckpoint import api, phases
+from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manifest.validation import UNSAFE_NAME
@@ -58,7 +58,7 @@ class TrackedFolder(NamedTuple):
         async_save: bool,
         metadata: Mapping[str, Any],
         options: SaveOptions,
-        on_tracked: Callable[[str | None], object],
+        on_tracked: Callable[[str | None], object] | None,
     ) -> SaveHandle:
         """Saves one checkpoint, and replaces one of this name atomically. At the commit, rank 0 writes `tracked_as`
         into the tracker file, then calls `on_tracked` with the file's content before, None if there was no file. With
@@ -105,18 +105,38 @@ class TrackedFolder(NamedTuple):
             )
         return text
 
+    def open(self, name: str, *, about: str, advice: str = "") -> Checkpoint:
+        """Opens one checkpoint. Raises CheckpointNotFoundError if none is committed under this name: the message begins
+        with `about`, names those that are committed, and ends with `advice`. Raises the other errors of
+        `bytecheckpoint.open`.
+        """
+        try:
+            return api.open(self.path_of(name), storage_options=self.storage_options)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"{about} is no committed checkpoint: {error.message}. Nothing was loaded; committed are: "
+                f"{self.shown_committed()}{advice}",
+                kind=error.kind,
+                path=self.shown(name),
+            ) from error
+
+    def shown_committed(self) -> str:
+        """Returns the names of `committed` for messages; "none" if there are none."""
+        return ", ".join(self.committed()) or "none"
+
     def committed(self) -> list[str]:
         """Returns the names of the checkpoints of this library in the folder, sorted."""
         store = self._store()
         folders = [name for name, size in store.list("").items() if size is None and not UNSAFE_NAME.search(name)]
         return sorted(name for name in folders if layout.has_manifest(store.list(name)))
 
-    def _track(self, name: str, content: str, on_tracked: Callable[[str | None], object]) -> None:
+    def _track(self, name: str, content: str, on_tracked: Callable[[str | None], object] | None) -> None:
         store = self._store()
         try:
             before = self._content(store)
             store.write(self.tracker, one_block(content.encode()), replace=True)
-            on_tracked(before)  # not earlier: callers delete what the file no longer names
+            if on_tracked is not None:
+                on_tracked(before)  # not earlier: callers delete what the file no longer names
         except CheckpointError as error:
             path = self.shown(name)
             raise StorageError(
@@ -134,17 +154,6 @@ class TrackedFolder(NamedTuple):
 
     def _store(self) -> Store:
         return open_store(self.root, storage_options=self.storage_options, writer_threads=1, timeout_s=self.timeout_s)
-
-
-def folder_at(
-    root: str | os.PathLike[str],
-    tracker: str,
-    *,
-    storage_options: Mapping[str, Any] | None,
-    timeout_s: float,
-) -> TrackedFolder:
-    """Returns a folder that all ranks of the default group share."""
-    return TrackedFolder(os.fspath(root), tracker, storage_options, timeout_s)
 
 
 def _nothing(*_: object) -> None:

@@ -70,7 +70,7 @@ def _resume(
             path=folder.path,
         )
     if not read_only:
-        folders.begin(resumed=folder.save_id)
+        folders.begin(resumed=folder.path)
     there = (*(each.number for each in found), *folders.damaged)
     steps = sorted(number for number in there if number > folder.number)
     return LoadChoice(path=folder.path, model_only=is_seed, replaceable=steps)

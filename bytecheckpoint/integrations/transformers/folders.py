@@ -16,7 +16,9 @@ import msgspec
 from bytecheckpoint import api
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError, and_more
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders
+from bytecheckpoint.integrations.shared.text_file import write_text
 from bytecheckpoint.manager.retention import JOURNAL_FOLDER
+from bytecheckpoint.storage.garbage import is_temporary
 from bytecheckpoint.storage.layout import DATA_FOLDER, MANIFEST_NAME
 
 logger = logging.getLogger("bytecheckpoint")
@@ -164,14 +166,11 @@ def put_trainer_state(path: str, record: TrainerRecord) -> None:
     write_text(target, record.trainer_state)
 
 
-def write_text(target: Path, content: str) -> None:
-    """Writes a file atomically, in place of any file there."""
-    unfinished = target.with_name(f".{target.name}.tmp")
-    unfinished.write_text(content)
-    unfinished.replace(target)
-
-
 def _remove_beside(path: str) -> None:
-    """Removes the files of the mixin from the folder of a checkpoint that is gone."""
-    for name in (TRAINER_STATE, CONFIG):
-        Path(path, name).unlink(missing_ok=True)
+    """Removes the files of the mixin from the folder of a checkpoint that is gone, and those whose write a killed
+    process has left.
+    """
+    with suppress(FileNotFoundError):  # the store removes the folder with the last object
+        for each in list(Path(path).iterdir()):
+            if each.name in {TRAINER_STATE, CONFIG} or (is_temporary(each.name) and not each.is_dir()):
+                each.unlink()

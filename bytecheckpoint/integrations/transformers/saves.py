@@ -17,6 +17,7 @@ from bytecheckpoint import api
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders, on_rank_0
 from bytecheckpoint.integrations.shared.save_outcome import has_failed
+from bytecheckpoint.integrations.shared.text_file import write_text
 from bytecheckpoint.integrations.transformers.folders import (
     CONFIG,
     TRAINER_STATE,
@@ -24,7 +25,6 @@ from bytecheckpoint.integrations.transformers.folders import (
     folders_of,
     is_committed,
     put_trainer_state,
-    write_text,
 )
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import SaveOptions
@@ -171,8 +171,7 @@ class TrainerSaves:
 
 def _begun(run_dir: str, resumed: str) -> NumberedFolders:
     folders = folders_of(run_dir)
-    is_ours = bool(resumed) and is_committed(resumed)
-    folders.begin(resumed=api.open(resumed, step=None).info.save_id if is_ours else "")
+    folders.begin(resumed=resumed)
     return folders
 
 

@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
+from bytecheckpoint.adapters.stateful import is_stateful
 from bytecheckpoint.data.known_loaders import elastic_loader_of
 from bytecheckpoint.data.tracked_loader import TrackedLoader
-from bytecheckpoint.integrations.shared.loader_state import has_state, loader_state
+from bytecheckpoint.integrations.shared.loader_state import loader_state
 
 _NO_BATCH = object()
 
@@ -29,7 +30,7 @@ def train_loader_state(loader: Any, *, rank: int, size: int, elastic: Elastic | 
     """
     is_known = elastic_loader_of(loader) is not None
     # Loaders that accelerate has made have the methods in any case, and the Trainer lets accelerate make them.
-    if not is_known and (not has_state(loader) or isinstance(loader, DataLoaderAdapter)):
+    if not is_known and (not is_stateful(loader) or isinstance(loader, DataLoaderAdapter)):
         return None
     return loader_state(loader, rank=rank, size=size, elastic=elastic)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.shared.adapter_parts import adapters_of
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.model_weights import save_weights
+from bytecheckpoint.integrations.shared.named_parameters import parameters_named
 from bytecheckpoint.integrations.verl.role_manager import RoleManager
 from bytecheckpoint.integrations.verl.steps import metadata_of
 from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
@@ -21,10 +23,6 @@ try:
     from verl.workers.engine.fsdp import transformer_impl as fsdp_engine
 except ImportError as error:
     raise missing_framework("verl", "verl >= 0.8") from error
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 _LORA_ONLY = "lora_only"
 
@@ -79,30 +77,31 @@ class BcpFSDPCheckpointManager(RoleManager, FSDPCheckpointManager):
         if self.should_save_hf_model:
             weights = self.model.state_dict()
             save_weights(str(Path(local_path, "huggingface")), weights, options=self.bcp_options)
-        self._saves.save(
-            local_path,
-            state,
-            global_step=global_step,
-            num_kept=max_ckpt_to_keep,
-            async_save=bool(self.checkpoint_config and self.checkpoint_config.get("async_save", False)),
-            metadata={_LORA_ONLY: is_lora_only},
-        )
+        with self._parameters_named(state):
+            self._saves.save(
+                local_path,
+                state,
+                global_step=global_step,
+                num_kept=max_ckpt_to_keep,
+                async_save=bool(self.checkpoint_config and self.checkpoint_config.get("async_save", False)),
+                metadata={_LORA_ONLY: is_lora_only},
+            )
 
-    def _state_to_load(self, local_path: str) -> dict[str, Any]:
-        return self._state(
+    def _load(self, local_path: str) -> None:
+        state = self._state(
             is_model=self.should_load_model,
             is_optimizer=self.should_load_optimizer,
             is_extra=self.should_load_extra,
             is_lora_only=bool(metadata_of(local_path).get(_LORA_ONLY, False)),
         )
+        with self._parameters_named(state):
+            self._saves.load(local_path, state)
 
     def _state(self, *, is_model: bool, is_optimizer: bool, is_extra: bool, is_lora_only: bool) -> dict[str, Any]:
         state: dict[str, Any] = {}
         if is_model:
             state["model"] = adapters_of(self.model) if is_lora_only else self.model
         if is_optimizer:
-            if is_lora_only or not is_model:
-                self._name_parameters()
             state["optimizer"] = self.optimizer
         if is_extra:
             state["rng"] = RngState(elastic="keep")
@@ -110,13 +109,12 @@ class BcpFSDPCheckpointManager(RoleManager, FSDPCheckpointManager):
                 state["scheduler"] = self.lr_scheduler
         return state
 
-    def _name_parameters(self) -> None:
-        """Adds the names of the parameters to the groups of the optimizer. Needed if the whole model is not in the
-        state, because a save otherwise takes the names from the model there.
+    def _parameters_named(self, state: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Gives the optimizer, in the block, the names of its parameters, unless the state has the whole model, from
+        which a save and a load take them.
         """
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        for group in self.optimizer.param_groups:
-            group.setdefault("param_names", [names[id(parameter)] for parameter in group["params"]])
+        left_out = {} if state.get("model") is self.model else {"model": self.model}
+        return parameters_named(left_out, [self.optimizer] if "optimizer" in state else [])
 
     @contextmanager
     def _saving_nothing(self) -> Iterator[None]:

@@ -68,15 +68,16 @@ class BcpMegatronCheckpointManager(RoleManager, MegatronCheckpointManager):
             metadata={},
         )
 
-    def _state_to_load(self, local_path: str) -> dict[str, Any]:
+    def _load(self, local_path: str) -> None:
         if "hf_model" in self.checkpoint_load_contents and not (self.should_load_model or self.should_load_optimizer):
             self._load_model_as_hf_via_bridge(get_hf_model_checkpoint_path(local_path))
-        return self._state(
+        state = self._state(
             is_model=self.should_load_model,
             is_optimizer=self.should_load_optimizer,
             is_extra=self.should_load_extra,
             has_scheduler=self.should_load_optimizer and self.use_checkpoint_opt_param_scheduler,
         )
+        self._saves.load(local_path, state)
 
     def _state(self, *, is_model: bool, is_optimizer: bool, is_extra: bool, has_scheduler: bool) -> dict[str, Any]:
         state: dict[str, Any] = {}

@@ -40,7 +40,7 @@ class RoleManager:
             return
         del hdfs_path, del_local_after_load  # for copies, which are not made here
         check_committed(local_path)
-        self._saves.load(local_path, self._state_to_load(local_path))
+        self._load(local_path)
 
     def wait(self) -> None:
         """Waits until the save in the background is committed, and on rank 0 until old checkpoints are deleted. Raises
@@ -48,6 +48,6 @@ class RoleManager:
         """
         self._saves.wait()
 
-    def _state_to_load(self, local_path: str) -> dict[str, Any]:
-        """Returns the state that a committed checkpoint is to fill. The Megatron manager loads `hf_model` here."""
+    def _load(self, local_path: str) -> None:
+        """Loads what `load_contents` names from a committed checkpoint."""
         raise NotImplementedError

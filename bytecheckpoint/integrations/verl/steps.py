@@ -22,6 +22,7 @@ from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundErr
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolder, NumberedFolders, on_rank_0
 from bytecheckpoint.integrations.shared.save_outcome import has_failed
+from bytecheckpoint.integrations.shared.text_file import write_text
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.runtime.threads import shared_threads
@@ -127,8 +128,8 @@ class RoleSaves:
 
     def load(self, local_path: str, state: Mapping[str, Any]) -> None:
         """Waits for the save in flight, then loads into the state, if that is not empty. A checkpoint in verl's folders
-        counts as the one that training goes on from, and must be there for an empty state too. Raises the error of the
-        save, and the errors of `bytecheckpoint.load`.
+        counts as the one that training goes on from, also for an empty state. Raises the error of the save, and the
+        errors of `bytecheckpoint.load`.
         """
         self.settle()
         if state:
@@ -155,11 +156,7 @@ class RoleSaves:
         if folders is None or folders.root != str(root):
             beside = _remove_files_of_verl
             folders = NumberedFolders(root, _PREFIX, below=below, storage_options=None, remove_beside=beside)
-        save_id = ""
-        if resumed is not None:
-            with api.open(resumed, step=None) as checkpoint:
-                save_id = checkpoint.info.save_id
-        folders.begin(resumed=save_id)
+        folders.begin(resumed="" if resumed is None else str(resumed))
         return folders
 
     @staticmethod
@@ -187,10 +184,11 @@ class RoleSaves:
             if self._to_track != step:
                 return
             try:
-                write_tracker(step.parent / TRACKER, int(step.name.removeprefix(_PREFIX)))
+                write_text(step.parent / TRACKER, str(int(step.name.removeprefix(_PREFIX))))
             except OSError as error:
                 logger.warning("%s could not be written, so a restart takes the step before: %s", TRACKER, error)
                 return
+            logger.info("%s names %s", step.parent / TRACKER, step.name)
             self._to_track = None
         if self._folders is not None:
             self._folders.retire_again()
@@ -222,14 +220,6 @@ def tracked_step(tracker: Path) -> int | None:
         return int(tracker.read_text())
     except (FileNotFoundError, ValueError):
         return None
-
-
-def write_tracker(tracker: Path, step: int) -> None:
-    """Writes the number of a step into the tracker file, atomically."""
-    unfinished = tracker.with_name(f".{tracker.name}.{threading.get_native_id()}")
-    unfinished.write_text(str(step))
-    unfinished.replace(tracker)
-    logger.info("%s names step %d", tracker, step)
 
 
 def metadata_of(local_path: str) -> Mapping[str, Any]:

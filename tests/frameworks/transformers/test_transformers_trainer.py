@@ -21,6 +21,7 @@ from bytecheckpoint.integrations.transformers import BcpTrainerMixin, last_check
 from bytecheckpoint.integrations.transformers.saves import Limit, TrainerSaves  # noqa: E402
 from bytecheckpoint.integrations.transformers.train_loader import PassOrder  # noqa: E402
 from bytecheckpoint.storage import layout  # noqa: E402
+from bytecheckpoint.storage.paths import temporary_name  # noqa: E402
 from bytecheckpoint.tools.analysis.diagnosis.checkpoint_diagnosis import diagnose  # noqa: E402
 from frameworks.going_on import go_on  # noqa: E402
 from frameworks.transformers.trainer_runs import (  # noqa: E402
@@ -509,6 +510,14 @@ def test_a_folder_of_a_killed_deletion_is_cleared(tmp_path: Path) -> None:
     (folder / "manifest.bcp").unlink()
     shutil.rmtree(folder / "telemetry")
     trainer(tmp_path, max_steps=4, save_steps=4).train()
+    assert folders(tmp_path) == ["checkpoint-4"]
+
+
+def test_a_folder_goes_with_a_file_that_a_killed_process_has_not_written_whole(tmp_path: Path) -> None:
+    def leave() -> None:
+        (tmp_path / "checkpoint-2" / temporary_name("trainer_state.json")).write_text("{")
+
+    trainer(tmp_path, save_total_limit=1, max_steps=4, at_step={3: leave}).train()
     assert folders(tmp_path) == ["checkpoint-4"]
 
 
