@@ -45,11 +45,9 @@ class ReaderShare(NamedTuple):
     """Each run that this rank receives for all of its host, after its reader rank; in the order of the files."""
     takers: Sequence[int] = ()
     """The ranks of this host that take what this rank reads or relays, in ascending order."""
-    common: Sequence[ExtentRun] = ()
-    """Runs that one rank reads and the coordinator broadcasts. They are the same for every rank, whether it wants them
-    or not."""
-    common_readers: Sequence[int] = ()
-    """The rank that reads each of the runs in `common`."""
+    common: Sequence[tuple[int, ExtentRun]] = ()
+    """Each run that the coordinator broadcasts, after its reader rank; in the order of the files. They are the same for
+    every rank, whether it wants them or not."""
 
 
 class DividedPlan(NamedTuple):
@@ -172,8 +170,9 @@ def divide_plan(fetches: Iterable[Fetch], share: ReaderShare, extents: Extents, 
 
     Units are of at most `unit_bytes`, or of one extent; all ranks must pass the same number.
     """
+    common = [run for _, run in share.common]
     from_others = [run for _, run in (*share.received, *share.relayed)]
-    assigned = sorted([*share.reads, *from_others, *share.common])
+    assigned = sorted([*share.reads, *from_others, *common])
     mixed: list[Fetch] = []
     alone: list[Fetch] = []
     for fetch in fetches:
@@ -181,7 +180,7 @@ def divide_plan(fetches: Iterable[Fetch], share: ReaderShare, extents: Extents, 
         (mixed if is_assigned else alone).append(fetch)
     unassigned = runs_by_ranks([wanted_runs(mixed, extents), assigned]).get((0,), [])
     units = {run: [*_units(run, extents, unit_bytes)] for run in (*assigned, *unassigned)}
-    units |= {run: [run] for run in share.common}
+    units |= {run: [run] for run in common}
     by_unit = _cut_all(mixed, sorted(chain.from_iterable(units.values())), extents)
     received: dict[int, list[Fetch]] = {}
     for rank, run in share.received:
@@ -194,7 +193,7 @@ def divide_plan(fetches: Iterable[Fetch], share: ReaderShare, extents: Extents, 
         alone=[*(by_unit[unit] for run in unassigned for unit in units[run]), *alone],
         received=received,
         relayed=relayed,
-        common=[by_unit[run] for run in share.common if by_unit[run].all_parts],
+        common=[by_unit[run] for run in common if by_unit[run].all_parts],
     )
 
 

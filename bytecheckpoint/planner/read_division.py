@@ -138,7 +138,7 @@ def share_of(
     rank: int, groups: Iterable[ReadGroup], common: Sequence[tuple[int, ExtentRun]], hosts: Hosts
 ) -> ReaderShare:
     """Returns the share of a rank: what it reads, receives and relays in all groups, and the runs `common` to all, each
-    of which comes with its reader.
+    after its reader.
     """
     reads: list[ExtentRun] = []
     received: list[tuple[int, ExtentRun]] = []
@@ -154,15 +154,13 @@ def share_of(
             peers.add(path.relay)
         elif rank in path.takers:
             received += [(path.relay, run) for run in path.runs]
-    runs, readers = [run for _, run in common], [reader for reader, _ in common]
     return ReaderShare(
         reads=reads,
         peers=sorted(peers),
         received=sorted(received, key=itemgetter(1)),
         relayed=sorted(relayed, key=itemgetter(1)),
         takers=sorted(takers),
-        common=runs,
-        common_readers=readers,
+        common=common,
     )
 
 
