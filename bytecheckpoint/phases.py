@@ -22,10 +22,10 @@ from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.loading.exchange import read_together
-from bytecheckpoint.loading.file_checks import bad_sums, plan_again, plan_together
+from bytecheckpoint.loading.file_checks import plan_again
 from bytecheckpoint.loading.match import Match, match_again
 from bytecheckpoint.loading.mismatches import warn_of_unused
-from bytecheckpoint.loading.name_scope import Fitted, Matched, NameScope, WantedState, fit_state
+from bytecheckpoint.loading.name_scope import Fitted, NameScope, WantedState, fit_state
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together, retry_replaced, wanted_step
 from bytecheckpoint.loading.overwrite_state import report_overwrite
 from bytecheckpoint.loading.read import Source, Traffic
@@ -207,9 +207,8 @@ def run_load(
         included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
         scope = NameScope(source.manifest, ranks.rank, ranks.num_ranks, key_map, included, excluded)
         wanted = WantedState(state, framework, cast=cast, strict=strict, ignored=ignored)
-        checks = partial(_plan_together, ranks, source), partial(_bad_sums, ranks, source)
-        fitted = fit_state(ranks, scope, wanted, *checks)
-        entries, stored, match, manifest, fetches, findings = fitted
+        fitted = fit_state(ranks, source, scope, wanted)
+        (entries, stored, match, manifest), fetches, findings = fitted
         source = source.showing(manifest)
 
     with report_overwrite(source.changes, ranks), together(ranks, f"reading {about.path}", about=about):
@@ -234,23 +233,16 @@ def run_load(
     return report
 
 
-def _plan_together(ranks: Ranks, source: Source, matched: Matched) -> list[Fetch]:
-    return plan_together(ranks, source.showing(matched.manifest), matched)
-
-
-def _bad_sums(ranks: Ranks, source: Source, matched: Matched) -> Mapping[str, str]:
-    return bad_sums(ranks, source.showing(matched.manifest), matched)
-
-
 def _make_memory(source: Source, fitted: Fitted, *, cast: bool) -> tuple[Match, list[Fetch]]:
     """Makes the memory that the state lacks. Returns the match of the whole state with the checkpoint, and the plan of
     the reads that fill the state.
     """
     source.changes.make_memory()
-    refused = {problem.fqn for problem in fitted.match.problems}
-    for entry in fitted.entries:
-        entry.prepare(fitted.stored, refused)
-    match = match_again(fitted.entries, fitted.stored, fitted.match, cast=cast)
+    entries, stored, before, _ = fitted.matched
+    refused = {problem.fqn for problem in before.problems}
+    for entry in entries:
+        entry.prepare(stored, refused)
+    match = match_again(entries, stored, before, cast=cast)
     return match, plan_again(source, match, checked=fitted.fetches)
 
 
@@ -319,7 +311,7 @@ def _report(source: Source, fitted: Fitted, match: Match, traffic: Traffic, seco
         cast=sorted(match.cast),
         skipped=sorted(match.skipped),
         unused=list(map(str, fitted.findings.unused)),
-        data=data_reports(fitted.entries),
-        random_restores=random_restores(fitted.entries),
+        data=data_reports(fitted.matched.entries),
+        random_restores=random_restores(fitted.matched.entries),
         seconds=seconds,
     )
