@@ -1,5 +1,5 @@
 """The phases of a save and of a load, each of which is one block, read from top to bottom, whose names lead to the
-modules that do the work.
+modules that do the work. What they promise to users is in api.py.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from bytecheckpoint.memory_tier.part_of_save import (
     holding_first,
     memory_part,
     replicas_of,
+    slots_for,
     where_to,
     with_memory_options,
 )
@@ -42,7 +43,7 @@ from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.commit import write_and_commit
-from bytecheckpoint.saving.global_plan import make_local_plan
+from bytecheckpoint.saving.global_plan import exchange_plans, make_local_plan
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.saving.in_flight import (
     ProcessState,
@@ -52,7 +53,7 @@ from bytecheckpoint.saving.in_flight import (
     wait_until_numbered,
     wait_until_staged,
 )
-from bytecheckpoint.saving.prepare import PreparedSave, SnapshotKind, kind_of_snapshot
+from bytecheckpoint.saving.prepare import PreparedSave, SnapshotKind, allocate, kind_of_snapshot
 from bytecheckpoint.saving.target import SaveCall, SaveOwner, SaveTarget, check_metadata, open_target
 from bytecheckpoint.saving.upload import write_upload_and_commit
 from bytecheckpoint.staging.memory_slots import MemoryPart, generation_of
@@ -169,6 +170,34 @@ def _plan_locally(
         replicas=replicas_of(place.memory, options),
     )
     return PreparedSave(call, target, local_plan, kind=kind, options=options, kept=kept, memory=place.memory)
+
+
+@reentry_refused()
+@gc_paused()
+def run_warm_up(
+    state: Mapping[str, Any],
+    framework: Framework,
+    *,
+    path: str | os.PathLike[str] | None,
+    process_group: dist.ProcessGroup | None,
+    role: str | None,
+    storage_options: Mapping[str, Any] | None,
+    options: SaveOptions,
+) -> None:
+    """Does what `api.warm_up` promises."""
+    process = process_state()
+    wait_until_numbered()
+    about = Subject("(nowhere: warm_up)", None, is_save=True, call="warm_up")
+    ranks = join_ranks(process_group, options.timeout_s, about=about)
+    with together(ranks, "warming up", about=about), process.saves.slot(awaits_upload=False):
+        contents = collect_all(entries_of(state, framework))
+        slots = slots_for(process, None if path is None else root_of(path, role), storage_options, options)
+        replicas = replicas_of(slots, options)
+        local_plan = make_local_plan(ranks, about.path, contents, options, plans=process.plans, replicas=replicas)
+        rank_plan = exchange_plans(ranks, local_plan).rank_plan
+        staging_bytes = options.staging_bytes
+        allocate(rank_plan.staged, process.buffers, local_plan.shards, staging_bytes=staging_bytes, memory_part=slots)
+    ranks.close()
 
 
 @retry_replaced
