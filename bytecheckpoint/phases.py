@@ -115,8 +115,8 @@ def run_save(
 
         finish: Callable[[], CheckpointInfo] = partial(write_and_commit, prepared, manifest_metadata)
         if place.target.stage is not None:
-            uploading = process.saves.uploading(staging_slot, prepared.close)
-            finish = partial(write_upload_and_commit, prepared, manifest_metadata, place.target.stage, uploading)
+            begin_upload = partial(process.saves.begin_upload, staging_slot)
+            finish = partial(write_upload_and_commit, prepared, manifest_metadata, place.target.stage, begin_upload)
         if place.memory is not None:
             finish = holding_first(prepared, place.memory, manifest_metadata, finish)
         if kind != "none" and not async_save:

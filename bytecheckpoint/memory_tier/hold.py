@@ -32,8 +32,7 @@ from bytecheckpoint.memory_tier.protect import protect
 from bytecheckpoint.options import Memory
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.prepare import PreparedSave
-from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, reported_files
-from bytecheckpoint.saving.slow_phases import TimedReport
+from bytecheckpoint.saving.report import TimedReport, encode_manifest_and_info, encode_report, reported_files
 from bytecheckpoint.saving.write import SaveFiles, write_files
 from bytecheckpoint.staging.memory_slots import JobMemory, MemoryPart
 from bytecheckpoint.storage.memory_root import version_files

@@ -27,8 +27,14 @@ from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.manifest import DataFile, open_manifest
 from bytecheckpoint.runtime.threads import map_looks
 from bytecheckpoint.saving.prepare import PreparedSave
-from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, telemetry_record, write_telemetry
-from bytecheckpoint.saving.slow_phases import TimedReport, slow_text
+from bytecheckpoint.saving.report import (
+    TimedReport,
+    encode_manifest_and_info,
+    encode_report,
+    telemetry_record,
+    write_telemetry,
+)
+from bytecheckpoint.saving.slow_phases import slow_text
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.saving.write import SaveFiles, find_reusable, write_files
 from bytecheckpoint.staging.reuse import ReusableFiles, reused_bytes
