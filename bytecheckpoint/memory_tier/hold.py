@@ -249,15 +249,7 @@ class _StagedFiles:
         self._rank = ranks.rank
         self._mirrors = {(mirror.owner, mirror.number): mirror for mirror in plan.mirrors}
         nowhere = prepared.target._replace(store=_NoStore(), stage=None)
-        written = write_files(
-            SaveFiles(nowhere, agreed.save_id, ranks.rank, plan.staged),
-            prepared.snapshot,
-            prepared.call.timer,
-            prepared.meter,
-            writer_threads=prepared.options.writer_threads,
-            scratch=prepared.buffers.scratch,
-            reuse=None,
-        )
+        written = write_files(SaveFiles(nowhere, agreed.save_id, ranks.rank, plan.staged), prepared, reuse=None)
         own = written[: len(plan.files)]
         self.report = encode_report(agreed, own)
         prepared.extent_digests = [file.extent_digests for file, _ in own]

@@ -68,17 +68,9 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
     doing = f"writing {target.path}"
     with ExitStack() as undo, together(ranks, doing, about=about), telling_of_another_owner(target):
         undo.callback(discard, files)
-        with timer.phase("write"), closing(prepared.snapshot) as snapshot:
+        with timer.phase("write"), closing(prepared.snapshot):
             reuse = find_reusable(ranks, target, prepared.reuse)
-            written = write_files(
-                files,
-                snapshot,
-                timer,
-                prepared.meter,
-                writer_threads=prepared.options.writer_threads,
-                scratch=prepared.buffers.scratch,
-                reuse=reuse,
-            )
+            written = write_files(files, prepared, reuse=reuse)
         record = telemetry_record(call, agreed.save_id, [file for file, _ in written])
         timed_report = TimedReport(
             encode_report(agreed, written), timer.seconds, reused_bytes=reused_bytes(reuse), record=record

@@ -117,18 +117,10 @@ def _write_to_stage(
     doing = f"writing {target.path} to the local stage"
     with ExitStack() as undo, together(ranks, doing, about=about):
         undo.callback(discard, files)
-        with timer.phase("write"), closing(prepared.snapshot) as snapshot:
+        with timer.phase("write"), closing(prepared.snapshot):
             reuse = find_reusable(ranks, target, prepared.reuse)
             stage.begin(_new_journal(ranks, target, stage, save_id=agreed.save_id))
-            written = write_files(
-                files,
-                snapshot,
-                timer,
-                prepared.meter,
-                writer_threads=prepared.options.writer_threads,
-                scratch=prepared.buffers.scratch,
-                reuse=reuse,
-            )
+            written = write_files(files, prepared, reuse=reuse)
             stage.complete([file for file, _ in written])
         timed_report = TimedReport(encode_report(agreed, written), timer.seconds, stage.is_direct, reused_bytes(reuse))
         report = msgspec.msgpack.encode(timed_report)

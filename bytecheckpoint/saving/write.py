@@ -15,10 +15,10 @@ from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.manifest.ranges import Block
-from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.runtime.progress import ProgressMeter
 from bytecheckpoint.runtime.threads import run_jobs
+from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.saving.report import WrittenFile
 from bytecheckpoint.saving.target import SaveTarget
 from bytecheckpoint.staging.compress import CompressedFile, allocate_for, compress_file
@@ -97,19 +97,12 @@ class SaveFiles(NamedTuple):
         return layout.data_file_name(self.save_id, self.rank, number)
 
 
-def write_files(
-    files: SaveFiles,
-    snapshot: Snapshot,
-    timer: PhaseTimer,
-    meter: ProgressMeter,
-    *,
-    writer_threads: int,
-    scratch: BufferPool,
-    reuse: FileReuse | None,
-) -> list[WrittenFile]:
-    """Writes all files of this rank durably, except for frozen ones of which `reuse` has an equal file: those are
-    taken. Returns both kinds, in the order of the plan. Files of compressed tensors are put together in `scratch`.
+def write_files(files: SaveFiles, prepared: PreparedSave, *, reuse: FileReuse | None) -> list[WrittenFile]:
+    """Writes all files of this rank durably from the snapshot, except for frozen ones of which `reuse` has an equal
+    file: those are taken. Returns both kinds, in the order of the plan.
     """
+    snapshot, timer, meter = prepared.snapshot, prepared.call.timer, prepared.meter
+    scratch = prepared.buffers.scratch
     meter.begin("write", sum(planned.byte_length for planned in files.planned))
     num_raw = sum(not planned.codecs for planned in files.planned)  # they come first
     written = [_write_raw(files, number, snapshot, timer, meter, reuse=reuse) for number in range(num_raw)]
@@ -125,7 +118,7 @@ def write_files(
             files.planned[number],
             _with_content(files.planned[number], snapshot, meter),
             buffers[number % 2],
-            threads=writer_threads,
+            threads=prepared.options.writer_threads,
             second_block=scratch.second_block,
             on_compressed=partial(timer.add, "compress"),
             on_checksum=partial(timer.add, "checksum"),
