@@ -90,13 +90,12 @@ class ReadDivision(NamedTuple):
 
     groups: Sequence[ReadGroup]
     common: Sequence[tuple[int, ExtentRun]]
-    """The reader rank of each run that is broadcast."""
-
+    """Each run that is broadcast, after its reader rank."""
     hosts: Hosts
 
-    def groups_of_rank(self, num_ranks: int) -> list[list[int]]:
+    def groups_of_rank(self) -> list[list[int]]:
         """Returns the numbers of the groups that each rank is in, or relays for."""
-        numbers: list[list[int]] = [[] for _ in range(num_ranks)]
+        numbers: list[list[int]] = [[] for _ in self.hosts.of_rank]
         for number, group in enumerate(self.groups):
             for rank in sorted({*group.ranks, *(path.relay for path in group.paths(self.hosts))}):
                 numbers[rank].append(number)
@@ -106,22 +105,21 @@ class ReadDivision(NamedTuple):
 def divide_reading(
     wanted: Sequence[Sequence[ExtentRun]],
     extents: Extents,
-    held: Sequence[Collection[int]] = (),
-    hosts: Hosts | None = None,
+    held: Sequence[Collection[int]],
+    hosts: Hosts,
 ) -> ReadDivision:
     """Assigns a reader rank to every extent that two ranks or more want, or that the one rank that wants it cannot
     read, such that all ranks read about the same number of bytes.
 
     `wanted` has the runs of each rank, which do not overlap and do not touch one another; ranks that want the same
     should have the same list, which is then looked at once. `held` has for each rank the files that it can read and
-    others may not: a file that is in no rank's `held` can be read by all. Without `hosts` no ranks share memory.
+    others may not: a file that is in no rank's `held` can be read by all.
 
     Runs of few bytes that more than FEW_RANKS want are common. The reader rank of other runs is one of those that want
     them, if one of these can read the file, else the holder of the file that reads the least so far; it gets few, long
     runs. If all can read the file, ranks on more than HOSTS_TOGETHER hosts are divided into parts, each with readers of
     its own. The same input always gives the same groups.
     """
-    hosts = Hosts([[rank] for rank in range(len(wanted))]) if hosts is None else hosts
     holders = _holders_by_file(held)
     by_ranks = runs_by_ranks(wanted)
     common = _take_common(by_ranks, extents, min(_COMMON_BYTES, _COMMON_BYTES_OF_ALL // len(wanted)))

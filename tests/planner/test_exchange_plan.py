@@ -257,11 +257,13 @@ def test_dividing_what_replicas_want_takes_steps_in_proportion_to_the_files(shar
     for num_ranks in (512, 1024, 2048):
         extents = CountedExtents([file_of([1 << 20] * 4)] * num_ranks)
         of_shard = [[ExtentRun(file, 0, 4) for file in range(shard, num_ranks, shards)] for shard in range(shards)]
-        division = divide_reading([of_shard[rank % shards] for rank in range(num_ranks)], extents)
+        division = divide_reading(
+            [of_shard[rank % shards] for rank in range(num_ranks)], extents, (), hosts_of(num_ranks, 1)
+        )
         looks.append(extents.num_looks)
         assert len({id(group.parts) for group in division.groups}) <= 2 * shards  # parts of two sizes
         assert all(len(group.ranks) <= HOSTS_TOGETHER for group in division.groups)
-        assert division.groups_of_rank(num_ranks) == [
+        assert division.groups_of_rank() == [
             [number for number, group in enumerate(division.groups) if rank in group.ranks] for rank in range(num_ranks)
         ]
     assert looks[2] <= 2.2 * looks[1] <= 2.2 * 2.2 * looks[0]

@@ -70,7 +70,7 @@ def assign(payloads: Sequence[bytes], extents: Extents) -> list[bytes]:
     heartbeat_s = min(timeout_s / _HEARTBEATS_IN_TIMEOUT, _MAX_HEARTBEAT_S)
     parts: dict[int, msgspec.Raw] = {}
     replies: dict[tuple[int, ...], bytes] = {}
-    numbers_of_rank = [*map(tuple, division.groups_of_rank(len(plans)))]
+    numbers_of_rank = [*map(tuple, division.groups_of_rank())]
     for numbers in numbers_of_rank:
         if numbers in replies:
             continue

@@ -196,15 +196,12 @@ class HostExchange:
         silent = [rank for rank, units in self._awaited.items() if units and now - self._seen_at[rank] > timeout_s]
         if silent:
             raise self._lost(silent, f"passed nothing on for {timeout_s:g} s")
-        waits = [(rank, max(since, self._seen_at[rank])) for (rank, _), (_, since) in self._all_announced()]
+        announced = [*self._announced.items()]  # a copy: other threads change them
+        waits = [(rank, max(since, self._seen_at[rank])) for (rank, _), (_, since) in announced]
         if late := [rank for rank, since in waits if now - since > take_timeout_s]:
             raise self._lost(late, f"took nothing for {take_timeout_s:g} s")
         if self._unasked and now - self._started_at > timeout_s:
             raise self._lost(self._unasked, f"did not connect to this one within {timeout_s:g} s")
-
-    def _all_announced(self) -> Sequence[tuple[tuple[int, Unit], tuple[ArenaPart, float]]]:
-        """Returns a copy of the announcements: other threads change them."""
-        return [*self._announced.items()]
 
     def _lost(self, ranks: Iterable[int], what: str) -> Exception:
         return missing(tuple(sorted({self._global_ranks[rank] for rank in ranks})), what)
