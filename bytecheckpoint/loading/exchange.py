@@ -94,9 +94,8 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
             raise
     source.fill_zeros(match.shards, match.stored_fqns)
     own_common = sum(extents.num_bytes(run) for reader, run in share.common if reader == ranks.rank)
-    readers = dict(zip(common, (reader for reader, _ in share.common), strict=True))
-    of_others = [fetch for fetch in plan.common if readers[fetch.file, fetch.byte_offset] != ranks.rank]
-    received = chain(*plan.received.values(), *plan.relayed.values(), of_others)
+    of_others = (fetches for reader, fetches in plan.common.items() if reader != ranks.rank)
+    received = chain(*plan.received.values(), *plan.relayed.values(), *of_others)
     return Traffic(
         sum(fetch.byte_length for fetch in (*plan.shared, *plan.alone)) + own_common,
         sum(piece.byte_length for fetch in received for piece in pieces_of(fetch)),
@@ -182,7 +181,7 @@ class _Exchange:
                 self._host.ask(plan.received)
                 for _ in range(NUM_THREADS if self._host_ranks.others else 0):
                     self._start(self._host.serve)
-                for fetch in plan.common:
+                for fetch in chain(*plan.common.values()):
                     self._receiver.place(fetch, common[fetch.file, fetch.byte_offset])
                 with self._activity.waiting():
                     listener.accept(peers, self._admit, self._start, timeout_s=timeout_s, is_over=self._is_over)

@@ -174,7 +174,7 @@ def exchange_with_a_peer() -> _Exchange:
 
 
 def nothing_to_read(**_: Any) -> DividedPlan:
-    return DividedPlan([], [], {}, {}, [])
+    return DividedPlan([], [], {}, {}, {})
 
 
 def test_a_damaged_request_ends_the_exchange_and_all_its_threads(listener: Listener) -> None:
