@@ -11,6 +11,7 @@ from itertools import accumulate, islice
 from operator import itemgetter
 from typing import NamedTuple
 
+from bytecheckpoint.planner.deduplicate import fill_level
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare, runs_by_ranks
 
 HOSTS_TOGETHER = 5
@@ -293,8 +294,7 @@ def _divide_runs(runs: Sequence[ExtentRun], loads: Sequence[int], extents: Exten
     """Divides the runs, in their order, into one part for each of the loads, which are bytes, so that the highest load
     with its part is as low as can be. A part ends with the extent in which it is full.
     """
-    amount = sum(map(extents.num_bytes, runs))
-    level = min(-(-(amount + filled) // count) for count, filled in enumerate(accumulate(sorted(loads)), start=1))
+    level = fill_level(loads, sum(map(extents.num_bytes, runs)))
     parts: list[list[ExtentRun]] = []
     left = [*reversed(runs)]
     position = 0
