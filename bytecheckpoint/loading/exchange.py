@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import chain
 
@@ -41,7 +41,6 @@ from bytecheckpoint.storage.range_reader import ALIGNMENT
 
 _TELL_S = 10.0
 """Time in which a rank whose load has failed still connects to the ranks that wait for it, to tell them."""
-_POLL_S = 0.01
 
 
 def arena_lengths(source: Source, extents: Extents, wanted_bytes: int) -> tuple[int, int]:
@@ -124,8 +123,6 @@ class _Exchange:
         self._ranks = ranks
         self._source = source
         self._stored_fqns = match.stored_fqns
-        self._relayed: Mapping[int, Sequence[Fetch]] = {}
-        """What each reader rank on another host sends to this one; set before this rank asks for anything."""
         self._assigned = assigned
         self._lanes = lanes
         self._activity = Activity()
@@ -140,9 +137,9 @@ class _Exchange:
         """Set with the first error."""
         self._is_interrupted = threading.Event()
         """Set when no more connections to reader ranks are to be made."""
-        self._awaiting: set[int] = set()
-        """Reader ranks that wait for this one to connect; those in `_connected` wait no more."""
-        self._connected: set[int] = set()
+        self._untold = {*assigned.addresses}
+        """Reader ranks that wait for this one to connect, and to which it has not begun to."""
+        self._relays: list[Future[None]] = []
         self._host_ranks = host_ranks
         self._arenas = divide_memory(host_ranks, read_bytes)
         timeout_s = source.options.timeout_s
@@ -172,15 +169,13 @@ class _Exchange:
         try:
             # The starts are in the block too: threads may have run out, and a signal may interrupt the wait.
             with self._failing_together():
-                # First: whatever fails from here on, each relay tells its reader rank, which waits for this one.
-                relays = [self._start(self._relay, reader) for reader in self._assigned.addresses]
-                self._awaiting.update(self._assigned.addresses)
                 plan = divide(unit_bytes=self._assigned.unit_bytes)
                 self._source.begin_reading([*plan.shared, *plan.alone])
-                self._relayed = plan.relayed
                 self._host.ask(plan.received)
                 for _ in range(NUM_THREADS if self._host_ranks.others else 0):
                     self._start(self._host.serve)
+                for item in plan.relayed.items():
+                    self._relays.append(self._start(self._relay, *item))
                 for fetch in chain(*plan.common.values()):
                     self._receiver.place(fetch, common[fetch.file, fetch.byte_offset])
                 with self._activity.waiting():
@@ -192,7 +187,7 @@ class _Exchange:
                 alone = map(self._noted, self._source.with_targets(plan.alone, self._targets, self._stored_fqns))
                 break_off = partial(self._arenas.read.break_off, PeerLeftError)
                 self._source.run([*passed_on, *alone], self._lanes, break_off)
-                wait(relays, return_when=FIRST_EXCEPTION)
+                wait(self._relays, return_when=FIRST_EXCEPTION)
                 self._host.end_serving()
                 wait(self._futures, return_when=FIRST_EXCEPTION)
         finally:
@@ -290,19 +285,16 @@ class _Exchange:
             self._is_over.wait(GRACE_S)  # the peer may be a reader rank too: then its other connection has the reason
             raise
 
-    def _relay(self, reader: int) -> None:
+    def _relay(self, reader: int, fetches: Sequence[Fetch]) -> None:
         """Receives, from a reader rank on another host, what any rank of this host wants, and passes it on."""
-        try:
-            self._host.wait_for_requests()
-        except PeerLeftError:
-            self._connect(reader, encode_request({}))
-            raise
+        self._host.wait_for_requests()
         awaited: dict[tuple[int, int], tuple[Fetch, tuple[ByteRange, ...]]] = {}
-        for fetch in self._relayed[reader]:
+        for fetch in fetches:
             unit = fetch.file, fetch.byte_offset
             if pieces := united(fetch, [pieces_of(fetch), *self._host.requests.get(unit, ())]):
                 awaited[unit] = fetch, pieces
-        connection = self._connect(reader, encode_request({unit: pieces for unit, (_, pieces) in awaited.items()}))
+        request = encode_request({unit: pieces for unit, (_, pieces) in awaited.items()})
+        connection = self._connect(reader, request, timeout_s=self._source.options.timeout_s)
         while awaited and not self._is_over.is_set():
             header = connection.receive_header(self._host.beat)
             if (header.file, header.byte_offset) not in awaited:
@@ -317,25 +309,23 @@ class _Exchange:
         if not awaited:
             connection.send_ack()
 
-    def _connect(self, reader: int, request: bytes) -> Connection:
+    def _connect(self, reader: int, request: bytes, *, timeout_s: float) -> Connection:
         """Returns a connection to the reader rank, over which `request` has been sent. If this rank has failed
         meanwhile, tells the reader rank that and raises PeerLeftError.
         """
-        try:
-            connection = connect(
-                self._ranks.global_ranks[reader],
-                self._assigned.addresses[reader],
-                self._ranks.rank,
-                request,
-                timeout_s=self._source.options.timeout_s,
-                on_open=self._inbound.append,
-                is_over=self._is_interrupted,
-            )
-            if self._is_over.is_set():
-                connection.disconnect()
-                raise PeerLeftError
-        finally:
-            self._connected.add(reader)
+        self._untold.discard(reader)
+        connection = connect(
+            self._ranks.global_ranks[reader],
+            self._assigned.addresses[reader],
+            self._ranks.rank,
+            request,
+            timeout_s=timeout_s,
+            on_open=self._inbound.append,
+            is_over=self._is_interrupted,
+        )
+        if self._is_over.is_set():
+            connection.disconnect()
+            raise PeerLeftError
         return connection
 
     @contextmanager
@@ -374,11 +364,11 @@ class _Exchange:
     def _end(self) -> None:
         """Waits until nothing is under way, and raises the first error."""
         if self._errors:
-            deadline = time.monotonic() + _TELL_S
-            while not (
-                self._awaiting <= self._connected or self._is_interrupted.is_set() or time.monotonic() > deadline
-            ):
-                time.sleep(_POLL_S)
+            for reader in [] if self._is_interrupted.is_set() else [*self._untold]:
+                # On this thread, because there may be no others. It may be too late, or a relay be as fast.
+                with suppress(PeerLeftError, CheckpointError, OSError):
+                    self._connect(reader, encode_request({}), timeout_s=_TELL_S)
+            wait(self._relays, timeout=_TELL_S)
             wait(self._futures, timeout=GRACE_S)
             self._interrupt_all()
         self._pool.shutdown()

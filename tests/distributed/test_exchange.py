@@ -447,7 +447,11 @@ def test_a_rank_that_fails_before_it_has_connected_still_tells_those_that_wait_f
     assert first_inside == ["PeerLeftError"]  # and not that it has waited in vain until its time was up
 
 
-BEFORE_ASKING = {"dividing": (Seam(exchange_module, "divide_plan"), 1), "asking": (Seam(HostExchange, "ask"), 2)}
+BEFORE_ASKING = {
+    "dividing": (Seam(exchange_module, "divide_plan"), 1),
+    "starting threads": (Seam(exchange_module._Exchange, "_start"), 1),
+    "asking": (Seam(HostExchange, "ask"), 2),
+}
 
 
 def fail_before_asking(rank: int, world_size: int, path: str, phase: str) -> tuple[Seen | None, list[str]]:
