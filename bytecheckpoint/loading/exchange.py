@@ -32,6 +32,7 @@ from bytecheckpoint.loading.between_ranks.host_exchange import NUM_THREADS, Host
 from bytecheckpoint.loading.match import Match
 from bytecheckpoint.loading.read import Source, Traffic
 from bytecheckpoint.loading.receive import Receiver, pieces_of, read_common, united
+from bytecheckpoint.loading.scatter import Targets
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.planner.byte_ranges import ByteRange, names_in
@@ -75,6 +76,7 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
         meeting as host_ranks,
         streams_to(tensors) as lanes,
     ):
+        targets = source.targets(match.shards, match.stored_fqns, lanes)
         held, timeout_s = sorted(source.held_files), source.options.timeout_s
         wanted = msgspec.Raw(msgspec.msgpack.encode(runs))
         local_plan = LocalReadPlan(listener.address, wanted, source.unit_bytes, timeout_s, held, host_ranks.host)
@@ -84,9 +86,17 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
         host_ranks.share_with({*share.takers, *(rank for rank, _ in share.received)})
         common = read_common(share.common, extents, ranks, source, lanes)
         exchange = _Exchange(
-            ranks, source, match, host_ranks, read_bytes=arena_bytes[0], assigned=assigned, lanes=lanes
+            ranks,
+            source,
+            match,
+            host_ranks,
+            targets=targets,
+            read_bytes=arena_bytes[0],
+            assigned=assigned,
+            lanes=lanes,
         )
         try:
+            # Reader ranks wait for this one by now: they are told of whatever fails in `run`.
             plan = exchange.run(listener, partial(divide_plan, fetches, share, extents), common)
         except PeerLeftError:
             ranks.barrier()  # raises the error of the rank that failed
@@ -111,13 +121,14 @@ class _Exchange:
         match: Match,
         host_ranks: HostRanks,
         *,
+        targets: Targets,
         read_bytes: int,
         assigned: ReadAssignment,
         lanes: CopyStreams,
     ) -> None:
         copy_bytes = source.options.scratch_bytes // 16
-        self._targets = source.targets(match.shards, match.stored_fqns, lanes)
-        self._receiver = Receiver(source, match, self._targets, scratch_bytes=copy_bytes)
+        self._targets = targets
+        self._receiver = Receiver(source, match, targets, scratch_bytes=copy_bytes)
         self._outgoing = ByteBudget(copy_bytes)
         """For pieces that are put together for other hosts."""
         self._ranks = ranks

@@ -163,14 +163,13 @@ def test_a_peer_that_connects_twice_is_served_once(listener: Listener) -> None:
 
 def exchange_with_a_peer() -> _Exchange:
     options = bcp.LoadOptions(timeout_s=PATIENT_S)
-    source: Any = SimpleNamespace(
-        options=options, targets=lambda *_: [], changes=StateChanges(), begin_reading=lambda _: None
-    )
+    source: Any = SimpleNamespace(options=options, changes=StateChanges(), begin_reading=lambda _: None)
     match: Any = SimpleNamespace(shards=[], stored_fqns=[])
     ranks: Any = SimpleNamespace(global_ranks=[READER, PEER], rank=0)
     assigned = ReadAssignment(ReaderShare([], [1], []), {}, 1, 1.0)
     host_ranks = HostRanks(0, memoryview(bytearray(64)))
-    return _Exchange(ranks, source, match, host_ranks, read_bytes=32, assigned=assigned, lanes=Any)
+    targets: Any = []
+    return _Exchange(ranks, source, match, host_ranks, targets=targets, read_bytes=32, assigned=assigned, lanes=Any)
 
 
 def nothing_to_read(**_: Any) -> DividedPlan:
