@@ -13,7 +13,7 @@ from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.collect import Entry
 from bytecheckpoint.adapters.rank_values.rank_local import RankLocalEntry
 from bytecheckpoint.adapters.target_shards import TargetShards
-from bytecheckpoint.distributed.ranks import Ranks, SoleRank
+from bytecheckpoint.distributed.ranks import Ranks, SoleRank, merge_texts
 from bytecheckpoint.loading.exchange import read_together
 from bytecheckpoint.loading.match import Match
 from bytecheckpoint.loading.overwrite_state import StateChanges, report_overwrite
@@ -81,15 +81,7 @@ def bad_sums(
     apart, to_sum = source.apart(), match._replace(shards=TargetShards(shards), stored_fqns=fqns)
     with report_overwrite(StateChanges(), SoleRank()):  # no rank has overwritten anything
         source.traffic_apart.append(read_together(ranks, apart, apart.plan_unchecked(shards, fqns), to_sum))
-    own = {entry.fqn: why for entry in summing if (why := entry.bad_sum())}
-
-    def unite(payloads: Sequence[bytes]) -> Sequence[bytes]:
-        found: dict[str, str] = {}
-        for payload in payloads:
-            found |= msgspec.msgpack.decode(payload, type=dict[str, str])
-        return [msgspec.msgpack.encode(found)] * len(payloads)
-
-    return msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(own), unite), type=dict[str, str])
+    return merge_texts(ranks, {entry.fqn: why for entry in summing if (why := entry.bad_sum())})
 
 
 def shares_of(wanted: np.ndarray, *, is_listed: bool) -> list[list[int]]:
