@@ -271,7 +271,7 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
     """
     target = LoadTarget(path_text(path), wanted_step(step), storage_options)
     source = open_alone(target, given_or_default(options, LoadOptions))
-    return Checkpoint(source, source.path)
+    return Checkpoint(source)
 
 
 def latest(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> int | None:

@@ -43,9 +43,9 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
     the FQN that they are stored under, `<fqn>@<digest>`, and also their own where all ranks saved the same.
     """
 
-    def __init__(self, source: Source, path: str) -> None:
+    def __init__(self, source: Source) -> None:
         self._opened: Source | None = source
-        self._path = path
+        self._path = source.path
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self._path}: {'closed' if self._opened is None else f'{len(self)} tensors'}>"
@@ -90,7 +90,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
     @cached_property
     def info(self) -> CheckpointInfo:
         """Step, size, number of tensors, world size, time, metadata and save id."""
-        return describe_checkpoint(self.manifest, path=self._path, seconds={})
+        return describe_checkpoint(self.manifest, path=self._path)
 
     @property
     def step(self) -> int | None:
