@@ -69,7 +69,7 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
     with ExitStack() as undo, together(ranks, doing, about=about), telling_of_another_owner(target):
         undo.callback(discard, files)
         with timer.phase("write"), closing(prepared.snapshot):
-            reuse = find_reusable(ranks, target, prepared.reuse)
+            reuse = find_reusable(prepared)
             written = write_files(files, prepared, reuse=reuse)
         record = telemetry_record(call, agreed.save_id, [file for file, _ in written])
         timed_report = TimedReport(

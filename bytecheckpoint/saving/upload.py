@@ -118,7 +118,7 @@ def _write_to_stage(
     with ExitStack() as undo, together(ranks, doing, about=about):
         undo.callback(discard, files)
         with timer.phase("write"), closing(prepared.snapshot):
-            reuse = find_reusable(ranks, target, prepared.reuse)
+            reuse = find_reusable(prepared)
             stage.begin(_new_journal(ranks, target, stage, save_id=agreed.save_id))
             written = write_files(files, prepared, reuse=reuse)
             stage.complete([file for file, _ in written])

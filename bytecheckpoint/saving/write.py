@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.manifest.ranges import Block
@@ -23,7 +22,7 @@ from bytecheckpoint.saving.report import WrittenFile
 from bytecheckpoint.saving.target import SaveTarget
 from bytecheckpoint.staging.compress import CompressedFile, allocate_for, compress_file
 from bytecheckpoint.staging.file_image import PlannedFile
-from bytecheckpoint.staging.reuse import FileReuse, ReusableFiles, RootHistory, RunningDigest, content_digest
+from bytecheckpoint.staging.reuse import FileReuse, ReusableFiles, RunningDigest, content_digest
 from bytecheckpoint.staging.snapshots import Snapshot
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.object_io import FileImage, write_image
@@ -31,13 +30,14 @@ from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import SupportsDuplicate
 
 
-def find_reusable(ranks: Ranks, target: SaveTarget, history: RootHistory | None) -> FileReuse | None:
+def find_reusable(prepared: PreparedSave) -> FileReuse | None:
     """Returns the files of the newest checkpoint under the root that this rank may take; an empty FileReuse if there is
-    no such checkpoint. Returns None without `history`, or if the store cannot duplicate files.
+    no such checkpoint. Returns None if the save takes no files, or the store cannot duplicate them.
 
     All ranks call this together: the coordinator says which checkpoint that is, and sends the records of its files to
     ranks that have not saved it themselves.
     """
+    target, history = prepared.target, prepared.reuse
     store = target.store
     if history is None or not isinstance(store, SupportsDuplicate):
         return None
@@ -47,7 +47,7 @@ def find_reusable(ranks: Ranks, target: SaveTarget, history: RootHistory | None)
         files = _reusable_of(target, folder, [known.decode() for known in known_ids])
         return [msgspec.msgpack.encode(each) for each in files]
 
-    reply = ranks.reduce_scatter(history.newest.save_id.encode(), replies)
+    reply = prepared.call.ranks.reduce_scatter(history.newest.save_id.encode(), replies)
     known = msgspec.msgpack.decode(reply, type=ReusableFiles | None)
     return FileReuse(store, history.newest if known is None else known)
 
