@@ -86,14 +86,7 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
         host_ranks.share_with({*share.takers, *(rank for rank, _ in share.received)})
         common = read_common(share.common, extents, ranks, source, lanes)
         exchange = _Exchange(
-            ranks,
-            source,
-            match,
-            host_ranks,
-            targets=targets,
-            read_bytes=arena_bytes[0],
-            assigned=assigned,
-            lanes=lanes,
+            ranks, source, match, host_ranks, targets=targets, read_bytes=arena_bytes[0], assigned=assigned, lanes=lanes
         )
         try:
             # Reader ranks wait for this one by now: they are told of whatever fails in `run`.
@@ -150,7 +143,7 @@ class _Exchange:
         """Set when no more connections to reader ranks are to be made."""
         self._untold = {*assigned.addresses}
         """Reader ranks that wait for this one to connect, and to which it has not begun to."""
-        self._relays: list[Future[None]] = []
+        self._relays: list[Future[object]] = []
         self._host_ranks = host_ranks
         self._arenas = divide_memory(host_ranks, read_bytes)
         timeout_s = source.options.timeout_s
@@ -166,7 +159,7 @@ class _Exchange:
         num_threads = len(assigned.addresses) + len(assigned.share.peers) + 2 * MAX_UNAUTHENTICATED + NUM_THREADS
         # Threads of its own, so many and no more: connections of unknown processes must not start others.
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bcp-exchange")
-        self._futures: list[Future[None]] = []
+        self._futures: list[Future[object]] = []
 
     def run(
         self, listener: Listener, divide: Callable[..., DividedPlan], common: Mapping[tuple[int, int], memoryview]
@@ -205,7 +198,7 @@ class _Exchange:
             self._end()
         return plan
 
-    def _start(self, do: Callable[..., None], *arguments: object) -> Future[None]:
+    def _start(self, do: Callable[..., object], *arguments: object) -> Future[object]:
         """Calls `do` on a thread. Raises CheckpointError (rank_failed) if there can be no more threads."""
         try:
             self._futures.append(self._pool.submit(self._failing_together()(do), *arguments))
@@ -372,13 +365,19 @@ class _Exchange:
         for connection in (*self._inbound, *self._outbound):
             connection.interrupt()
 
+    def _tell(self, connect_to_reader: Callable[[], object]) -> None:
+        """Connects to a reader rank that waits for this one, on a thread or, if there can be none, on this one."""
+        try:
+            self._relays.append(self._start(connect_to_reader))
+        except CheckpointError:
+            with suppress(PeerLeftError, CheckpointError, OSError):
+                connect_to_reader()
+
     def _end(self) -> None:
         """Waits until nothing is under way, and raises the first error."""
         if self._errors:
             for reader in [] if self._is_interrupted.is_set() else [*self._untold]:
-                # On this thread, because there may be no others. It may be too late, or a relay be as fast.
-                with suppress(PeerLeftError, CheckpointError, OSError):
-                    self._connect(reader, encode_request({}), timeout_s=_TELL_S)
+                self._tell(partial(self._connect, reader, encode_request({}), timeout_s=_TELL_S))
             wait(self._relays, timeout=_TELL_S)
             wait(self._futures, timeout=GRACE_S)
             self._interrupt_all()
