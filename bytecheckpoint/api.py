@@ -9,23 +9,16 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from bytecheckpoint.adapters.collect import collect_all, entries_of
 from bytecheckpoint.adapters.frameworks.detect import Framework
 from bytecheckpoint.adapters.key_map import KeyMap
 from bytecheckpoint.checkpoint import Checkpoint
-from bytecheckpoint.distributed.ranks import Subject, join_ranks, together
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, wanted_step
-from bytecheckpoint.memory_tier.part_of_save import replicas_of, slots_for
 from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
-from bytecheckpoint.phases import run_load, run_resume, run_save
-from bytecheckpoint.runtime.gc_pause import gc_paused
-from bytecheckpoint.saving.global_plan import exchange_plans, make_local_plan
+from bytecheckpoint.phases import run_load, run_resume, run_save, run_warm_up
 from bytecheckpoint.saving.handle import SaveHandle
-from bytecheckpoint.saving.in_flight import process_state, wait_until_numbered
-from bytecheckpoint.saving.prepare import allocate
 from bytecheckpoint.storage import deletion, layout
-from bytecheckpoint.storage.layout import check_step, root_of
+from bytecheckpoint.storage.layout import check_step
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import path_text
 
@@ -118,19 +111,15 @@ def warm_up(
     CheckpointSaveError and StorageError like `save`, and the error of an earlier asynchronous save that the caller has
     not seen.
     """
-    options, process = given_or_default(options, SaveOptions), process_state()
-    wait_until_numbered()
-    about = Subject("(nowhere: warm_up)", None, is_save=True, call="warm_up")
-    ranks = join_ranks(process_group, options.timeout_s, about=about)
-    with together(ranks, "warming up", about=about), gc_paused(), process.saves.slot(awaits_upload=False):
-        contents = collect_all(entries_of(state, framework))
-        slots = slots_for(process, None if path is None else root_of(path, role), storage_options, options)
-        replicas = replicas_of(slots, options)
-        local_plan = make_local_plan(ranks, about.path, contents, options, plans=process.plans, replicas=replicas)
-        rank_plan = exchange_plans(ranks, local_plan).rank_plan
-        staging_bytes = options.staging_bytes
-        allocate(rank_plan.staged, process.buffers, local_plan.shards, staging_bytes=staging_bytes, memory_part=slots)
-    ranks.close()
+    run_warm_up(
+        state,
+        framework,
+        path=path,
+        process_group=process_group,
+        role=role,
+        storage_options=storage_options,
+        options=given_or_default(options, SaveOptions),
+    )
 
 
 def load(
@@ -282,7 +271,7 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
     """
     target = LoadTarget(path_text(path), wanted_step(step), storage_options)
     source = open_alone(target, given_or_default(options, LoadOptions))
-    return Checkpoint(source, source.path)
+    return Checkpoint(source)
 
 
 def latest(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
@@ -26,6 +27,9 @@ from bytecheckpoint.region import Region, whole
 from bytecheckpoint.runtime.notebook_html import rows_html
 
 _NUM_NEAR = 3
+_NUM_COMPARED = 1000
+"""Names that are compared with one that is not found, those before and after it in the alphabet: 100,000 would take 20
+seconds."""
 _IN_NUMPY = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
     *(torch.uint64, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
@@ -39,9 +43,9 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
     the FQN that they are stored under, `<fqn>@<digest>`, and also their own where all ranks saved the same.
     """
 
-    def __init__(self, source: Source, path: str) -> None:
+    def __init__(self, source: Source) -> None:
         self._opened: Source | None = source
-        self._path = path
+        self._path = source.path
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self._path}: {'closed' if self._opened is None else f'{len(self)} tensors'}>"
@@ -86,7 +90,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
     @cached_property
     def info(self) -> CheckpointInfo:
         """Step, size, number of tensors, world size, time, metadata and save id."""
-        return describe_checkpoint(self.manifest, path=self._path, seconds={})
+        return describe_checkpoint(self.manifest, path=self._path)
 
     @property
     def step(self) -> int | None:
@@ -161,6 +165,12 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
     def __contains__(self, fqn: object) -> bool:
         return fqn in self.manifest.tensors or fqn in self._other_names
 
+    def get(self, fqn: str, default: Any = None) -> Any:
+        """Returns the tensor of this FQN, not yet read, or `default` where there is none."""
+        if fqn not in self:  # and not by a KeyError, whose near names take a while to find
+            return default
+        return self[fqn]
+
     def __getitem__(self, fqn: str) -> StoredTensorView:
         """Returns the tensor of this FQN, not yet read. Raises KeyError, with near names, where there is none."""
         stored_fqn = self._other_names.get(fqn, fqn)
@@ -177,7 +187,11 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         below = next((key for key in self if key.startswith(f"{name}.")), None)
         if below is not None:
             return f"; there are tensors below it, as {below!r}"
-        near = [key for key in self if name in key][:_NUM_NEAR] or get_close_matches(name, list(self), _NUM_NEAR)
+        near = [key for key in self if name in key][:_NUM_NEAR]
+        if not near:
+            names = sorted(self)
+            first = max(bisect(names, name) - _NUM_COMPARED // 2, 0)
+            near = get_close_matches(name, names[first : first + _NUM_COMPARED], _NUM_NEAR)
         if near:
             return f"; near are {', '.join(map(repr, near))}"
         return no_tensor if any(name.startswith(f"{tree}.") for tree in self.manifest.objects) else ""

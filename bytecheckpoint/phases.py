@@ -1,5 +1,5 @@
 """The phases of a save and of a load, each of which is one block, read from top to bottom, whose names lead to the
-modules that do the work.
+modules that do the work. What they promise to users is in api.py.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.loading.exchange import read_together
-from bytecheckpoint.loading.file_checks import bad_sums, plan_again, plan_together
+from bytecheckpoint.loading.file_checks import plan_again
 from bytecheckpoint.loading.match import Match, match_again
 from bytecheckpoint.loading.mismatches import warn_of_unused
-from bytecheckpoint.loading.name_scope import Fitted, Matched, NameScope, WantedState, fit_state
+from bytecheckpoint.loading.name_scope import Fitted, NameScope, WantedState, fit_state
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together, retry_replaced, wanted_step
 from bytecheckpoint.loading.overwrite_state import report_overwrite
 from bytecheckpoint.loading.read import Source, Traffic
@@ -34,6 +34,7 @@ from bytecheckpoint.memory_tier.part_of_save import (
     holding_first,
     memory_part,
     replicas_of,
+    slots_for,
     where_to,
     with_memory_options,
 )
@@ -42,7 +43,7 @@ from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.commit import write_and_commit
-from bytecheckpoint.saving.global_plan import make_local_plan
+from bytecheckpoint.saving.global_plan import exchange_plans, make_local_plan
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.saving.in_flight import (
     ProcessState,
@@ -52,7 +53,7 @@ from bytecheckpoint.saving.in_flight import (
     wait_until_numbered,
     wait_until_staged,
 )
-from bytecheckpoint.saving.prepare import PreparedSave, SnapshotKind, kind_of_snapshot
+from bytecheckpoint.saving.prepare import PreparedSave, SnapshotKind, allocate, kind_of_snapshot
 from bytecheckpoint.saving.target import SaveCall, SaveOwner, SaveTarget, check_metadata, open_target
 from bytecheckpoint.saving.upload import write_upload_and_commit
 from bytecheckpoint.staging.memory_slots import MemoryPart, generation_of
@@ -114,8 +115,8 @@ def run_save(
 
         finish: Callable[[], CheckpointInfo] = partial(write_and_commit, prepared, manifest_metadata)
         if place.target.stage is not None:
-            uploading = process.saves.uploading(staging_slot, prepared.close)
-            finish = partial(write_upload_and_commit, prepared, manifest_metadata, place.target.stage, uploading)
+            begin_upload = partial(process.saves.begin_upload, staging_slot)
+            finish = partial(write_upload_and_commit, prepared, manifest_metadata, place.target.stage, begin_upload)
         if place.memory is not None:
             finish = holding_first(prepared, place.memory, manifest_metadata, finish)
         if kind != "none" and not async_save:
@@ -171,6 +172,34 @@ def _plan_locally(
     return PreparedSave(call, target, local_plan, kind=kind, options=options, kept=kept, memory=place.memory)
 
 
+@reentry_refused()
+@gc_paused()
+def run_warm_up(
+    state: Mapping[str, Any],
+    framework: Framework,
+    *,
+    path: str | os.PathLike[str] | None,
+    process_group: dist.ProcessGroup | None,
+    role: str | None,
+    storage_options: Mapping[str, Any] | None,
+    options: SaveOptions,
+) -> None:
+    """Does what `api.warm_up` promises."""
+    process = process_state()
+    wait_until_numbered()
+    about = Subject("(nowhere: warm_up)", None, is_save=True, call="warm_up")
+    ranks = join_ranks(process_group, options.timeout_s, about=about)
+    with together(ranks, "warming up", about=about), process.saves.slot(awaits_upload=False):
+        contents = collect_all(entries_of(state, framework))
+        slots = slots_for(process, None if path is None else root_of(path, role), storage_options, options)
+        replicas = replicas_of(slots, options)
+        local_plan = make_local_plan(ranks, about.path, contents, options, plans=process.plans, replicas=replicas)
+        rank_plan = exchange_plans(ranks, local_plan).rank_plan
+        staging_bytes = options.staging_bytes
+        allocate(rank_plan.staged, process.buffers, local_plan.shards, staging_bytes=staging_bytes, memory_part=slots)
+    ranks.close()
+
+
 @retry_replaced
 @gc_paused()  # as for save
 def run_load(
@@ -207,9 +236,8 @@ def run_load(
         included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
         scope = NameScope(source.manifest, ranks.rank, ranks.num_ranks, key_map, included, excluded)
         wanted = WantedState(state, framework, cast=cast, strict=strict, ignored=ignored)
-        checks = partial(_plan_together, ranks, source), partial(_bad_sums, ranks, source)
-        fitted = fit_state(ranks, scope, wanted, *checks)
-        entries, stored, match, manifest, fetches, findings = fitted
+        fitted = fit_state(ranks, source, scope, wanted)
+        (entries, stored, match, manifest), fetches, findings = fitted
         source = source.showing(manifest)
 
     with report_overwrite(source.changes, ranks), together(ranks, f"reading {about.path}", about=about):
@@ -234,23 +262,16 @@ def run_load(
     return report
 
 
-def _plan_together(ranks: Ranks, source: Source, matched: Matched) -> list[Fetch]:
-    return plan_together(ranks, source.showing(matched.manifest), matched)
-
-
-def _bad_sums(ranks: Ranks, source: Source, matched: Matched) -> Mapping[str, str]:
-    return bad_sums(ranks, source.showing(matched.manifest), matched)
-
-
 def _make_memory(source: Source, fitted: Fitted, *, cast: bool) -> tuple[Match, list[Fetch]]:
     """Makes the memory that the state lacks. Returns the match of the whole state with the checkpoint, and the plan of
     the reads that fill the state.
     """
     source.changes.make_memory()
-    refused = {problem.fqn for problem in fitted.match.problems}
-    for entry in fitted.entries:
-        entry.prepare(fitted.stored, refused)
-    match = match_again(fitted.entries, fitted.stored, fitted.match, cast=cast)
+    entries, stored, before, _ = fitted.matched
+    refused = {problem.fqn for problem in before.problems}
+    for entry in entries:
+        entry.prepare(stored, refused)
+    match = match_again(entries, stored, before, cast=cast)
     return match, plan_again(source, match, checked=fitted.fetches)
 
 
@@ -319,7 +340,7 @@ def _report(source: Source, fitted: Fitted, match: Match, traffic: Traffic, seco
         cast=sorted(match.cast),
         skipped=sorted(match.skipped),
         unused=list(map(str, fitted.findings.unused)),
-        data=data_reports(fitted.entries),
-        random_restores=random_restores(fitted.entries),
+        data=data_reports(fitted.matched.entries),
+        random_restores=random_restores(fitted.matched.entries),
         seconds=seconds,
     )

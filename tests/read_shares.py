@@ -14,7 +14,7 @@ def assign_readers(
     held: Sequence[Collection[int]] = (),
     hosts: Hosts | None = None,
 ) -> list[ReaderShare]:
-    """Returns the share of each rank in what `divide_reading` returns."""
-    division = divide_reading(wanted, extents, held, hosts)
-    groups = ([division.groups[number] for number in numbers] for numbers in division.groups_of_rank(len(wanted)))
+    """Returns the share of each rank in what `divide_reading` returns. Without `hosts` no ranks share memory."""
+    division = divide_reading(wanted, extents, held, hosts or Hosts([[rank] for rank in range(len(wanted))]))
+    groups = ([division.groups[number] for number in numbers] for numbers in division.groups_of_rank())
     return [share_of(rank, of_rank, division.common, division.hosts) for rank, of_rank in enumerate(groups)]

@@ -333,6 +333,7 @@ def test_tensors_without_dimensions_or_elements_tile() -> None:
     assert find_tiling_fault((), [scalar, scalar]) == TilingFault(None, scalar)
     assert find_tiling_fault((0,), []) is None
     assert find_tiling_fault((0,), [Region((0,), (0,))]) is None
+    assert find_tiling_fault((), [scalar] * 17) == TilingFault(None, scalar)
 
 
 def test_a_grid_of_many_chunks_is_checked_in_about_linear_time() -> None:

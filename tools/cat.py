@@ -107,7 +107,7 @@ def _read(opened: Opened, name: str, options: LoadOptions, *, others: Iterable[s
     from bytecheckpoint.loading.read import Source  # noqa: PLC0415
 
     source = Source(opened.store, opened.folder, opened.manifest, options, is_exchanged=False, path=opened.path)
-    checkpoint = Checkpoint(source, opened.path)
+    checkpoint = Checkpoint(source)
     fqn, index = name, ""
     if name not in checkpoint and (found := _INDEX.fullmatch(name)):
         fqn, index = found["fqn"], found["index"]

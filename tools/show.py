@@ -233,7 +233,7 @@ def _read_stats(opened: Opened, tensors: Sequence[TensorEntry]) -> dict[str, Ten
 
 def _summary_json(opened: Opened, summary: ManifestSummary) -> dict[str, Any]:
     manifest = opened.manifest
-    info = describe_checkpoint(manifest, path=opened.path, seconds={})
+    info = describe_checkpoint(manifest, path=opened.path)
     return {
         **{name: getattr(info, name) for name in ("path", "format", "step", "save_id")},
         "created_at": manifest.provenance.get("created_at"),

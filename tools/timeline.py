@@ -109,7 +109,7 @@ def _as_json(
         "path": opened.path,
         "step": manifest.step,
         "save_id": manifest.save_id,
-        "world_size": describe_checkpoint(manifest, path=opened.path, seconds={}).world_size,
+        "world_size": describe_checkpoint(manifest, path=opened.path).world_size,
         "started_at": None if started_at is None else datetime.fromtimestamp(started_at, UTC),
         "committed_at": manifest.provenance.get("created_at"),
         "seconds": max((end_of(record, ranks) for record in ranks), default=None),

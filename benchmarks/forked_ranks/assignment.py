@@ -52,7 +52,9 @@ def measure_layout(name: str, num_ranks: int) -> list[str]:
     plans = [
         msgspec.msgpack.encode(
             LocalReadPlan(
-                Address(["10.0.0.1", f"host-{rank}"], 40000, bytes(32)), runs, 8 << 20, 600.0, [], rank // 8 * 8
+                Address(["10.0.0.1", f"host-{rank}"], 40000, bytes(32)),
+                msgspec.Raw(msgspec.msgpack.encode(runs)),
+                *(8 << 20, 600.0, [], rank // 8 * 8),
             )
         )
         for rank, runs in enumerate(wanted)

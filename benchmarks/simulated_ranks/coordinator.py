@@ -31,8 +31,7 @@ from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.commit import commit_together
 from bytecheckpoint.saving.global_plan import LocalSavePlan, exchange_plans, make_local_plan
 from bytecheckpoint.saving.plans.rank_plan import PlanCache
-from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report
-from bytecheckpoint.saving.slow_phases import TimedReport
+from bytecheckpoint.saving.report import TimedReport, encode_manifest_and_info, encode_report
 from bytecheckpoint.saving.target import SaveCall, open_target
 from bytecheckpoint.saving.write import SaveFiles
 from bytecheckpoint.storage import layout

@@ -8,12 +8,13 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary, finalize
 
+import msgspec
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
@@ -346,6 +347,18 @@ def _wrapped(error: Exception, ranks: Ranks, what: str, about: Subject) -> Check
 
 def _sentences(message: str, about: Subject) -> str:
     return f"{message}. {about.left_behind}" if about.left_behind else message
+
+
+def merge_texts(ranks: Ranks, own: Mapping[str, str]) -> dict[str, str]:
+    """Returns, on every rank, the texts by name of all ranks. All ranks must call it."""
+
+    def merge(payloads: Sequence[bytes]) -> Sequence[bytes]:
+        merged: dict[str, str] = {}
+        for payload in payloads:
+            merged |= msgspec.msgpack.decode(payload, type=dict[str, str])
+        return [msgspec.msgpack.encode(merged)] * len(payloads)
+
+    return msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(own), merge), type=dict[str, str])
 
 
 def check_same(doing: str, targets: Sequence[str], global_ranks: Sequence[int]) -> None:

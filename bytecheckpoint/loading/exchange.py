@@ -12,10 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 import msgspec
 
@@ -33,6 +32,7 @@ from bytecheckpoint.loading.between_ranks.host_exchange import NUM_THREADS, Host
 from bytecheckpoint.loading.match import Match
 from bytecheckpoint.loading.read import Source, Traffic
 from bytecheckpoint.loading.receive import Receiver, pieces_of, read_common, united
+from bytecheckpoint.loading.scatter import Targets
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.planner.byte_ranges import ByteRange, names_in
@@ -42,30 +42,18 @@ from bytecheckpoint.storage.range_reader import ALIGNMENT
 
 _TELL_S = 10.0
 """Time in which a rank whose load has failed still connects to the ranks that wait for it, to tell them."""
-_POLL_S = 0.01
 
 
-class Budgets(NamedTuple):
-    """The parts of a load's memory that the exchange between ranks takes, in bytes."""
-
-    read: int
-    """For what is read for other ranks, too. It holds any unit."""
-    received: int
-    """For what comes from other hosts. It holds any unit."""
-    outgoing: int
-    """For pieces that are put together for other hosts."""
-    scratch: int
-    """For pieces of other hosts, and for what is decompressed."""
-
-
-def budgets_of(source: Source, extents: Extents, wanted_bytes: int) -> Budgets:
-    """Divides up to half of the scratch memory, more for a long extent. The rest is for what only this rank wants."""
-    scratch_bytes = source.options.scratch_bytes
+def arena_lengths(source: Source, extents: Extents, wanted_bytes: int) -> tuple[int, int]:
+    """Returns the bytes of memory for what is read for other ranks too, and for what comes from other hosts; each holds
+    any unit. Together they are up to three eighths of the scratch memory, more for a long extent: half of it is for
+    what only this rank wants, and an eighth for copies.
+    """
     unit_bytes = source.unit_bytes
     least = extents.longest_unit(unit_bytes) + ALIGNMENT
     # Making shared memory takes time, and a rank reads little for others that it does not want itself.
-    read, received = (max(least, min(wanted_bytes, units * unit_bytes)) for units in (4, 2))
-    return Budgets(read, received, scratch_bytes // 16, scratch_bytes // 16)
+    read_bytes, received_bytes = (max(least, min(wanted_bytes, units * unit_bytes)) for units in (4, 2))
+    return read_bytes, received_bytes
 
 
 def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match: Match) -> Traffic:
@@ -81,34 +69,35 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
     extents = Extents(source.manifest.files)
     tensors = TargetShards.of(match.shards).tensors_without_address
     runs = wanted_runs(fetches, extents)
-    budgets = budgets_of(source, extents, sum(map(extents.num_bytes, runs)))
-    meeting = meet_on_host(ranks, budgets.read + budgets.received)
+    arena_bytes = arena_lengths(source, extents, sum(map(extents.num_bytes, runs)))
+    meeting = meet_on_host(ranks, sum(arena_bytes))
     with (
         closing(Listener(towards=ranks.rendezvous_host)) as listener,
         meeting as host_ranks,
         streams_to(tensors) as lanes,
     ):
+        targets = source.targets(match.shards, match.stored_fqns, lanes)
         held, timeout_s = sorted(source.held_files), source.options.timeout_s
-        local_plan = LocalReadPlan(listener.address, runs, source.unit_bytes, timeout_s, held, host_ranks.host)
+        wanted = msgspec.Raw(msgspec.msgpack.encode(runs))
+        local_plan = LocalReadPlan(listener.address, wanted, source.unit_bytes, timeout_s, held, host_ranks.host)
         reply = ranks.reduce_scatter(msgspec.msgpack.encode(local_plan), partial(assign, extents=extents))
         assigned = decode_assignment(reply, ranks.rank)
-        host_ranks.share_with({*assigned.share.takers, *(rank for rank, _ in assigned.share.received)})
-        plan = divide_plan(fetches, assigned.share, extents, unit_bytes=assigned.unit_bytes)
-        source.begin_reading([*plan.shared, *plan.alone])
-        exchange = _Exchange(ranks, source, match, plan, host_ranks, budgets=budgets, assigned=assigned, lanes=lanes)
-        common = read_common(assigned.share, extents, ranks, source, lanes)
-        for fetch in plan.common:
-            exchange.receiver.place(fetch, common[fetch.file, fetch.byte_offset])
+        share = assigned.share
+        host_ranks.share_with({*share.takers, *(rank for rank, _ in share.received)})
+        common = read_common(share.common, extents, ranks, source, lanes)
+        exchange = _Exchange(
+            ranks, source, match, host_ranks, targets=targets, read_bytes=arena_bytes[0], assigned=assigned, lanes=lanes
+        )
         try:
-            exchange.run(listener)
+            # Reader ranks wait for this one by now: they are told of whatever fails in `run`.
+            plan = exchange.run(listener, partial(divide_plan, fetches, share, extents), common)
         except PeerLeftError:
             ranks.barrier()  # raises the error of the rank that failed
             raise
     source.fill_zeros(match.shards, match.stored_fqns)
-    readers = dict(zip(common, assigned.share.common_readers, strict=True))
-    of_others = [fetch for fetch in plan.common if readers[fetch.file, fetch.byte_offset] != ranks.rank]
-    received = chain(*plan.received.values(), *plan.relayed.values(), of_others)
-    own_common = sum(len(content) for run, content in common.items() if readers[run] == ranks.rank)
+    own_common = sum(extents.num_bytes(run) for reader, run in share.common if reader == ranks.rank)
+    of_others = (fetches for reader, fetches in plan.common.items() if reader != ranks.rank)
+    received = chain(*plan.received.values(), *plan.relayed.values(), *of_others)
     return Traffic(
         sum(fetch.byte_length for fetch in (*plan.shared, *plan.alone)) + own_common,
         sum(piece.byte_length for fetch in received for piece in pieces_of(fetch)),
@@ -123,21 +112,21 @@ class _Exchange:
         ranks: Ranks,
         source: Source,
         match: Match,
-        plan: DividedPlan,
         host_ranks: HostRanks,
         *,
-        budgets: Budgets,
+        targets: Targets,
+        read_bytes: int,
         assigned: ReadAssignment,
         lanes: CopyStreams,
     ) -> None:
-        self._targets = source.targets(match.shards, match.stored_fqns, lanes)
-        self.receiver = Receiver(source, match, self._targets, scratch_bytes=budgets.scratch)
-        self._outgoing = ByteBudget(budgets.outgoing)
+        copy_bytes = source.options.scratch_bytes // 16
+        self._targets = targets
+        self._receiver = Receiver(source, match, targets, scratch_bytes=copy_bytes)
+        self._outgoing = ByteBudget(copy_bytes)
+        """For pieces that are put together for other hosts."""
         self._ranks = ranks
-        self._global_ranks = ranks.global_ranks
         self._source = source
         self._stored_fqns = match.stored_fqns
-        self._plan = plan
         self._assigned = assigned
         self._lanes = lanes
         self._activity = Activity()
@@ -152,18 +141,17 @@ class _Exchange:
         """Set with the first error."""
         self._is_interrupted = threading.Event()
         """Set when no more connections to reader ranks are to be made."""
-        self._awaiting: set[int] = set()
-        """Reader ranks that wait for this one to connect; those in `_connected` wait no more."""
-        self._connected: set[int] = set()
+        self._untold = {*assigned.addresses}
+        """Reader ranks that wait for this one to connect, and to which it has not begun to."""
+        self._relays: list[Future[object]] = []
         self._host_ranks = host_ranks
-        self._arenas = divide_memory(host_ranks, budgets.read)
+        self._arenas = divide_memory(host_ranks, read_bytes)
         timeout_s = source.options.timeout_s
         self._host = HostExchange(
             host_ranks,
-            self.receiver,
+            self._receiver,
             self._activity,
             self._is_over,
-            received=plan.received,
             takers=assigned.share.takers,
             global_ranks=ranks.global_ranks,
             limits=WaitLimits(timeout_s, timeout_s + min(timeout_s, MAX_GRACE_S), assigned.heartbeat_s),
@@ -171,21 +159,29 @@ class _Exchange:
         num_threads = len(assigned.addresses) + len(assigned.share.peers) + 2 * MAX_UNAUTHENTICATED + NUM_THREADS
         # Threads of its own, so many and no more: connections of unknown processes must not start others.
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bcp-exchange")
-        self._futures: list[Future[None]] = []
+        self._futures: list[Future[object]] = []
 
-    def run(self, listener: Listener) -> None:
-        """Reads, passes on and receives until all is done. Raises the first error of any thread."""
-        plan, share = self._plan, self._assigned.share
-        peers = {rank: self._ranks.global_ranks[rank] for rank in share.peers}
+    def run(
+        self, listener: Listener, divide: Callable[..., DividedPlan], common: Mapping[tuple[int, int], memoryview]
+    ) -> DividedPlan:
+        """Reads, passes on and receives until all is done. `divide` returns the plan of this rank for units of a given
+        length, which this returns; `common` is what `read_common` has read. Raises the first error of any thread.
+        """
+        share, global_ranks = self._assigned.share, self._ranks.global_ranks
+        peers = {rank: global_ranks[rank] for rank in share.peers}
         timeout_s = self._source.options.timeout_s
         try:
             # The starts are in the block too: threads may have run out, and a signal may interrupt the wait.
             with self._failing_together():
-                self._host.ask()
+                plan = divide(unit_bytes=self._assigned.unit_bytes)
+                self._source.begin_reading([*plan.shared, *plan.alone])
+                self._host.ask(plan.received)
                 for _ in range(NUM_THREADS if self._host_ranks.others else 0):
                     self._start(self._host.serve)
-                relays = [self._start(self._relay, *item) for item in plan.relayed.items()]
-                self._awaiting.update(plan.relayed)
+                for item in plan.relayed.items():
+                    self._relays.append(self._start(self._relay, *item))
+                for fetch in chain(*plan.common.values()):
+                    self._receiver.place(fetch, common[fetch.file, fetch.byte_offset])
                 with self._activity.waiting():
                     listener.accept(peers, self._admit, self._start, timeout_s=timeout_s, is_over=self._is_over)
                 self._host.wait_for_requests()
@@ -195,13 +191,14 @@ class _Exchange:
                 alone = map(self._noted, self._source.with_targets(plan.alone, self._targets, self._stored_fqns))
                 break_off = partial(self._arenas.read.break_off, PeerLeftError)
                 self._source.run([*passed_on, *alone], self._lanes, break_off)
-                wait(relays, return_when=FIRST_EXCEPTION)
+                wait(self._relays, return_when=FIRST_EXCEPTION)
                 self._host.end_serving()
                 wait(self._futures, return_when=FIRST_EXCEPTION)
         finally:
             self._end()
+        return plan
 
-    def _start(self, do: Callable[..., None], *arguments: object) -> Future[None]:
+    def _start(self, do: Callable[..., object], *arguments: object) -> Future[object]:
         """Calls `do` on a thread. Raises CheckpointError (rank_failed) if there can be no more threads."""
         try:
             self._futures.append(self._pool.submit(self._failing_together()(do), *arguments))
@@ -244,7 +241,7 @@ class _Exchange:
             """Names what this rank wants of these bytes, else the ranks that asked for them: the reader rank verifies
             for them.
             """
-            names = self._global_ranks
+            names = self._ranks.global_ranks
             of_host = self._host.requests.get(unit, {})
             asked = [(pieces, [peer.global_rank for peer in peers]) for pieces, peers in requests.items()]
             asked += [(pieces, [names[rank] for rank in ranks]) for pieces, ranks in of_host.items()]
@@ -282,7 +279,7 @@ class _Exchange:
             unit = OutgoingUnit(fetch, views, len(peers), budget=self._outgoing, verify=verify, done=part.release)
             for connection in peers:
                 connection.units.put(unit)
-        self.receiver.place(fetch, part.content)
+        self._receiver.place(fetch, part.content)
         part.release()
 
     def _send(self, connection: Connection, num_units: int) -> None:
@@ -300,7 +297,8 @@ class _Exchange:
             unit = fetch.file, fetch.byte_offset
             if pieces := united(fetch, [pieces_of(fetch), *self._host.requests.get(unit, ())]):
                 awaited[unit] = fetch, pieces
-        connection = self._connect(reader, encode_request({unit: pieces for unit, (_, pieces) in awaited.items()}))
+        request = encode_request({unit: pieces for unit, (_, pieces) in awaited.items()})
+        connection = self._connect(reader, request, timeout_s=self._source.options.timeout_s)
         while awaited and not self._is_over.is_set():
             header = connection.receive_header(self._host.beat)
             if (header.file, header.byte_offset) not in awaited:
@@ -310,30 +308,28 @@ class _Exchange:
                 )
             fetch, pieces = awaited.pop((header.file, header.byte_offset))
             part = self._arenas.received.take(fetch.byte_length, lead_bytes=fetch.byte_offset % ALIGNMENT)
-            self.receiver.receive(connection, header, fetch, pieces=pieces, content=part.content)
+            self._receiver.receive(connection, header, fetch, pieces=pieces, content=part.content)
             self._pass_on(fetch, part, {})
         if not awaited:
             connection.send_ack()
 
-    def _connect(self, reader: int, request: bytes) -> Connection:
+    def _connect(self, reader: int, request: bytes, *, timeout_s: float) -> Connection:
         """Returns a connection to the reader rank, over which `request` has been sent. If this rank has failed
         meanwhile, tells the reader rank that and raises PeerLeftError.
         """
-        try:
-            connection = connect(
-                self._ranks.global_ranks[reader],
-                self._assigned.addresses[reader],
-                self._ranks.rank,
-                request,
-                timeout_s=self._source.options.timeout_s,
-                on_open=self._inbound.append,
-                is_over=self._is_interrupted,
-            )
-            if self._is_over.is_set():
-                connection.disconnect()
-                raise PeerLeftError
-        finally:
-            self._connected.add(reader)
+        self._untold.discard(reader)
+        connection = connect(
+            self._ranks.global_ranks[reader],
+            self._assigned.addresses[reader],
+            self._ranks.rank,
+            request,
+            timeout_s=timeout_s,
+            on_open=self._inbound.append,
+            is_over=self._is_interrupted,
+        )
+        if self._is_over.is_set():
+            connection.disconnect()
+            raise PeerLeftError
         return connection
 
     @contextmanager
@@ -354,7 +350,7 @@ class _Exchange:
         self._host_ranks.leave(is_silent=self._is_silent())
         if self._is_silent():
             self._interrupt_all()
-        for memory in (self.receiver.scratch, self._outgoing, *self._arenas):
+        for memory in (self._receiver.scratch, self._outgoing, *self._arenas):
             memory.break_off(PeerLeftError)
         self._host.stop()
         for connection in [each for each in self._inbound if each.is_established]:
@@ -369,14 +365,20 @@ class _Exchange:
         for connection in (*self._inbound, *self._outbound):
             connection.interrupt()
 
+    def _tell(self, connect_to_reader: Callable[[], object]) -> None:
+        """Connects to a reader rank that waits for this one, on a thread or, if there can be none, on this one."""
+        try:
+            self._relays.append(self._start(connect_to_reader))
+        except CheckpointError:
+            with suppress(PeerLeftError, CheckpointError, OSError):
+                connect_to_reader()
+
     def _end(self) -> None:
         """Waits until nothing is under way, and raises the first error."""
         if self._errors:
-            deadline = time.monotonic() + _TELL_S
-            while not (
-                self._awaiting <= self._connected or self._is_interrupted.is_set() or time.monotonic() > deadline
-            ):
-                time.sleep(_POLL_S)
+            for reader in [] if self._is_interrupted.is_set() else [*self._untold]:
+                self._tell(partial(self._connect, reader, encode_request({}), timeout_s=_TELL_S))
+            wait(self._relays, timeout=_TELL_S)
             wait(self._futures, timeout=GRACE_S)
             self._interrupt_all()
         self._pool.shutdown()

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView
+from bytecheckpoint.adapters.collect import Entry
 from bytecheckpoint.adapters.rank_values.rank_local import RankLocalEntry
 from bytecheckpoint.adapters.target_shards import TargetShards
-from bytecheckpoint.distributed.ranks import Ranks, SoleRank
+from bytecheckpoint.distributed.ranks import Ranks, SoleRank, merge_texts
 from bytecheckpoint.loading.exchange import read_together
 from bytecheckpoint.loading.match import Match
-from bytecheckpoint.loading.name_scope import Matched
 from bytecheckpoint.loading.overwrite_state import StateChanges, report_overwrite
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.manifest.ranges import Fetch
@@ -30,13 +31,13 @@ class _WantedFiles(msgspec.Struct, frozen=True, array_like=True):
     verify: bool
 
 
-def plan_together(ranks: Ranks, source: Source, matched: Matched) -> list[Fetch]:
+def plan_together(ranks: Ranks, source: Source, match: Match) -> list[Fetch]:
     """Returns the plan of this rank, and checks its share of the files that all ranks read. All ranks call it. Once a
     rank has a later message from all others, it knows that all files are there.
 
     Raises like `Source.plan`.
     """
-    fetches = source.plan_unchecked(matched.match.shards, matched.match.stored_fqns)
+    fetches = source.plan_unchecked(match.shards, match.stored_fqns)
     num_files = len(source.manifest.files)
     is_listed = not isinstance(source.store, SupportsByteLength)  # then one listing tells all
 
@@ -66,27 +67,21 @@ def plan_again(source: Source, match: Match, *, checked: Sequence[Fetch]) -> lis
     return fetches
 
 
-def bad_sums(ranks: Ranks, source: Source, matched: Matched) -> Mapping[str, str]:
+def bad_sums(
+    ranks: Ranks, source: Source, entries: Sequence[Entry], stored: CheckpointView, match: Match
+) -> Mapping[str, str]:
     """Returns on every rank, by the FQN of the entry, the conflict of each sum that some rank finds out of range. All
     ranks must call it, also those that sum nothing: each may be the only one that can read some of the files.
 
     Raises the errors of reading.
     """
-    summing = [entry for entry in matched.entries if isinstance(entry, RankLocalEntry)]
+    summing = [entry for entry in entries if isinstance(entry, RankLocalEntry)]
     shards = [shard for entry in summing for shard in entry.shards_to_sum()]
-    fqns = [matched.stored.tensor_of_other_rank(shard.fqn).fqn for shard in shards]
-    apart, match = source.apart(), matched.match._replace(shards=TargetShards(shards), stored_fqns=fqns)
+    fqns = [stored.tensor_of_other_rank(shard.fqn).fqn for shard in shards]
+    apart, to_sum = source.apart(), match._replace(shards=TargetShards(shards), stored_fqns=fqns)
     with report_overwrite(StateChanges(), SoleRank()):  # no rank has overwritten anything
-        source.traffic_apart.append(read_together(ranks, apart, apart.plan_unchecked(shards, fqns), match))
-    own = {entry.fqn: why for entry in summing if (why := entry.bad_sum())}
-
-    def unite(payloads: Sequence[bytes]) -> Sequence[bytes]:
-        found: dict[str, str] = {}
-        for payload in payloads:
-            found |= msgspec.msgpack.decode(payload, type=dict[str, str])
-        return [msgspec.msgpack.encode(found)] * len(payloads)
-
-    return msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(own), unite), type=dict[str, str])
+        source.traffic_apart.append(read_together(ranks, apart, apart.plan_unchecked(shards, fqns), to_sum))
+    return merge_texts(ranks, {entry.fqn: why for entry in summing if (why := entry.bad_sum())})
 
 
 def shares_of(wanted: np.ndarray, *, is_listed: bool) -> list[list[int]]:

@@ -4,7 +4,7 @@ saved; but files of one model have no name for the model, nor has a checkpoint t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,8 +21,10 @@ from bytecheckpoint.adapters.rank_values.rank_local import RankLocalEntry
 from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.formats.torch_optimizer import as_saved_here
+from bytecheckpoint.loading.file_checks import bad_sums, plan_together
 from bytecheckpoint.loading.match import Match, match_state
 from bytecheckpoint.loading.mismatches import MergedFindings, merge_findings
+from bytecheckpoint.loading.read import Source
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.name_maps.fused_experts import has_separate_experts, with_fused_experts
@@ -99,11 +101,7 @@ class Matched(NamedTuple):
 class Fitted(NamedTuple):
     """The comparison that all ranks have chosen, and the plan to load it."""
 
-    entries: list[Entry]
-    stored: CheckpointView
-    match: Match
-    manifest: Manifest
-    """As in Matched."""
+    matched: Matched
     fetches: list[Fetch]
     findings: MergedFindings
 
@@ -117,25 +115,20 @@ def match_named(scope: NameScope, wanted: WantedState, *, below: str = "", besid
     return Matched(entries, stored, match_state(entries, stored, cast=wanted.cast), scope.manifest)
 
 
-def fit_state(
-    ranks: Ranks,
-    scope: NameScope,
-    wanted: WantedState,
-    plan: Callable[[Matched], list[Fetch]],
-    bad_sums: Callable[[Matched], Mapping[str, str]],
-) -> Fitted:
+def fit_state(ranks: Ranks, source: Source, scope: NameScope, wanted: WantedState) -> Fitted:
     """Compares the state with the checkpoint as it is. If the checkpoint lacks something, also compares with its names
     put below a name of the state that is no entry of it, and with its separate tensors of experts stacked. Takes the
     comparison that fits best on all ranks together. What has no sum by `bad_sums`, which is asked last, is a conflict.
+    Every rank must call this.
 
-    Raises the errors of `plan`, `bad_sums` and `merge_findings`: with `strict`, CheckpointMismatchError on every rank
-    if something does not fit on one of them.
+    Raises the errors of `plan_together`, `bad_sums` and `merge_findings`: with `strict`, CheckpointMismatchError on
+    every rank if something does not fit on one of them.
     """
     as_it_is = match_named(scope, wanted)
     names = list(map(str, wanted.state))
 
     def agree(matched: Matched, *, other_name: str = "", has_experts: bool = False) -> Fitted:
-        fetches = plan(matched)
+        fetches = plan_together(ranks, source.showing(matched.manifest), matched.match)
         # Nothing else is refused after this: a rank that receives the findings knows that all have come this far.
         findings = merge_findings(
             ranks,
@@ -150,7 +143,7 @@ def fit_state(
             sums_in_files=any(entry.sums_in_files for entry in _rank_local(matched)),
             foreign_format=matched.manifest.foreign_format,
         )
-        return Fitted(*matched, fetches, findings)
+        return Fitted(matched, fetches, findings)
 
     other_name = scope.other_name(names, as_it_is.entries)
     chosen, fitted = as_it_is, agree(as_it_is, other_name=other_name, has_experts=has_separate_experts(scope.manifest))
@@ -163,7 +156,10 @@ def fit_state(
             candidates += [(match_named(each, wanted, below=other_name, beside=beside), other_name) for each in scopes]
         chosen = _best_of(ranks, candidates)
         fitted = agree(chosen)
-    conflicts = {**fitted.findings.lost_sums, **(bad_sums(chosen) if fitted.findings.sums_in_files else {})}
+    conflicts = {**fitted.findings.lost_sums}
+    if fitted.findings.sums_in_files:
+        entries, stored, match, manifest = chosen
+        conflicts |= bad_sums(ranks, source.showing(manifest), entries, stored, match)
     return agree(_without_sums(chosen, conflicts, wanted)) if conflicts else fitted
 
 

@@ -24,7 +24,7 @@ from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory.host_to_device import CopyStreams
 from bytecheckpoint.planner.byte_ranges import ByteRange, first_names, piece_of
 from bytecheckpoint.planner.coalesce import fetch_of
-from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare
+from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents
 from bytecheckpoint.runtime.buffers import ByteBudget
 from bytecheckpoint.storage.compression import decode_frame
 
@@ -103,18 +103,19 @@ def united(fetch: Fetch, requests: Iterable[Iterable[ByteRange]]) -> tuple[ByteR
 
 
 def read_common(
-    share: ReaderShare, extents: Extents, ranks: Ranks, source: Source, lanes: CopyStreams
+    common: Sequence[tuple[int, ExtentRun]], extents: Extents, ranks: Ranks, source: Source, lanes: CopyStreams
 ) -> dict[tuple[int, int], memoryview]:
-    """Reads the few bytes that many ranks want, such as an optimizer's `step`. Returns the content of each run, by its
-    file and byte offset. Its reader passes it to the coordinator, which broadcasts it: no rank connects to another
-    one for them. All ranks must call this with the same runs.
+    """Reads the few bytes that many ranks want, such as an optimizer's `step`: the runs in `common`, each after its
+    reader rank. Returns the content of each run, by its file and byte offset. The reader rank passes it to the
+    coordinator, which broadcasts it: no rank connects to another one for it. All ranks must call this with the same
+    runs.
 
     Raises the errors of reading, and, if the options have `verify`, CheckpointCorruptError (checksum) for bytes that
     were damaged since.
     """
-    runs, readers = share.common, share.common_readers
-    if not runs:
+    if not common:
         return {}
+    readers, runs = zip(*common, strict=True)
     fetches = [fetch_of(run.file, *extents.span(run), ()) for run in runs]
     bounds = [*accumulate((fetch.byte_length for fetch in fetches), initial=0)]
     content = memoryview(bytearray(bounds[-1]))

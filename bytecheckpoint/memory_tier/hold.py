@@ -32,8 +32,7 @@ from bytecheckpoint.memory_tier.protect import protect
 from bytecheckpoint.options import Memory
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.prepare import PreparedSave
-from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, reported_files
-from bytecheckpoint.saving.slow_phases import TimedReport
+from bytecheckpoint.saving.report import TimedReport, encode_manifest_and_info, encode_report, reported_files
 from bytecheckpoint.saving.write import SaveFiles, write_files
 from bytecheckpoint.staging.memory_slots import JobMemory, MemoryPart
 from bytecheckpoint.storage.memory_root import version_files
@@ -252,15 +251,7 @@ class _StagedFiles:
         self._rank = ranks.rank
         self._mirrors = {(mirror.owner, mirror.number): mirror for mirror in plan.mirrors}
         nowhere = prepared.target._replace(store=_NoStore(), stage=None)
-        written = write_files(
-            SaveFiles(nowhere, agreed.save_id, ranks.rank, plan.staged),
-            prepared.snapshot,
-            prepared.call.timer,
-            prepared.meter,
-            writer_threads=prepared.options.writer_threads,
-            scratch=prepared.buffers.scratch,
-            reuse=None,
-        )
+        written = write_files(SaveFiles(nowhere, agreed.save_id, ranks.rank, plan.staged), prepared, reuse=None)
         own = written[: len(plan.files)]
         self.report = encode_report(agreed, own)
         prepared.extent_digests = [file.extent_digests for file, _ in own]

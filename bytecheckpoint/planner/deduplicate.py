@@ -7,7 +7,8 @@ rank, largest first, and are split by rows if a rank would write more than the o
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ def assign_writers(replicas: Sequence[Replica], loads: list[int]) -> Iterator[tu
 
     Adds to `loads`, the bytes that each holder writes.
     """
-    level = _level(sorted(loads), sum(replica.byte_length for replica in replicas))
+    level = fill_level(loads, sum(replica.byte_length for replica in replicas))
     small = [replica for replica in replicas if is_small(replica.byte_length)]
     for replica, position in _assign_small(small, loads, level):
         yield replica, replica.region, position
@@ -85,16 +86,10 @@ def _assign_large(replicas: Sequence[Replica], loads: list[int], level: int) -> 
             heapq.heapreplace(heap, (loads[position], position))
 
 
-def _level(loads: Sequence[int], num_bytes: int) -> int:
-    """Returns the load of the holders that get any of `num_bytes` more, if the least loaded get them first. `loads` are
-    sorted.
-    """
-    total = num_bytes
-    for count, load in enumerate(loads, start=1):
-        total += load
-        if count == len(loads) or total <= loads[count] * count:
-            return ceil(total / count)
-    return 0
+def fill_level(loads: Iterable[int], num_bytes: int) -> int:
+    """Returns the load of the ranks that get any of `num_bytes` more, if the least loaded get them first."""
+    filled = accumulate(sorted(loads))
+    return min(-(-(num_bytes + of_first) // count) for count, of_first in enumerate(filled, start=1))
 
 
 def _split_off(region: Region, item_bytes: int, room_bytes: int) -> tuple[Region, Region | None]:

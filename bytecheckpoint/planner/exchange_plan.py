@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from operator import attrgetter
 from typing import NamedTuple
@@ -45,11 +45,9 @@ class ReaderShare(NamedTuple):
     """Each run that this rank receives for all of its host, after its reader rank; in the order of the files."""
     takers: Sequence[int] = ()
     """The ranks of this host that take what this rank reads or relays, in ascending order."""
-    common: Sequence[ExtentRun] = ()
-    """Runs that one rank reads and the coordinator broadcasts. They are the same for every rank, whether it wants them
-    or not."""
-    common_readers: Sequence[int] = ()
-    """The rank that reads each of the runs in `common`."""
+    common: Sequence[tuple[int, ExtentRun]] = ()
+    """Each run that the coordinator broadcasts, after its reader rank; in the order of the files. They are the same for
+    every rank, whether it wants them or not."""
 
 
 class DividedPlan(NamedTuple):
@@ -66,8 +64,9 @@ class DividedPlan(NamedTuple):
     nothing, such as those between the rows of a box, are left out; the list may be empty."""
     relayed: Mapping[int, Sequence[Fetch]]
     """Units that each reader rank on another host may send to this one, for all of its host."""
-    common: Sequence[Fetch]
-    """Fetches of whole runs that the coordinator broadcasts."""
+    common: Mapping[int, Sequence[Fetch]]
+    """Fetches of the whole runs that the coordinator broadcasts and of which this rank wants anything, by the rank that
+    reads them."""
 
 
 class Extents:
@@ -172,8 +171,9 @@ def divide_plan(fetches: Iterable[Fetch], share: ReaderShare, extents: Extents, 
 
     Units are of at most `unit_bytes`, or of one extent; all ranks must pass the same number.
     """
+    common = [run for _, run in share.common]
     from_others = [run for _, run in (*share.received, *share.relayed)]
-    assigned = sorted([*share.reads, *from_others, *share.common])
+    assigned = sorted([*share.reads, *from_others, *common])
     mixed: list[Fetch] = []
     alone: list[Fetch] = []
     for fetch in fetches:
@@ -181,21 +181,32 @@ def divide_plan(fetches: Iterable[Fetch], share: ReaderShare, extents: Extents, 
         (mixed if is_assigned else alone).append(fetch)
     unassigned = runs_by_ranks([wanted_runs(mixed, extents), assigned]).get((0,), [])
     units = {run: [*_units(run, extents, unit_bytes)] for run in (*assigned, *unassigned)}
-    units |= {run: [run] for run in share.common}
+    units |= {run: [run] for run in common}
     by_unit = _cut_all(mixed, sorted(chain.from_iterable(units.values())), extents)
-    received: dict[int, list[Fetch]] = {}
-    for rank, run in share.received:
-        received.setdefault(rank, []).extend(by_unit[unit] for unit in units[run] if by_unit[unit].all_parts)
-    relayed: dict[int, list[Fetch]] = {}
-    for reader, run in share.relayed:
-        relayed.setdefault(reader, []).extend(by_unit[unit] for unit in units[run])
+
+    def units_of(run: ExtentRun) -> list[Fetch]:
+        return [by_unit[unit] for unit in units[run]]
+
+    def wanted_of(run: ExtentRun) -> list[Fetch]:
+        return [fetch for fetch in units_of(run) if fetch.all_parts]
+
     return DividedPlan(
-        shared=[by_unit[unit] for run in share.reads for unit in units[run]],
-        alone=[*(by_unit[unit] for run in unassigned for unit in units[run]), *alone],
-        received=received,
-        relayed=relayed,
-        common=[by_unit[run] for run in share.common if by_unit[run].all_parts],
+        shared=[*chain.from_iterable(map(units_of, share.reads))],
+        alone=[*chain.from_iterable(map(units_of, unassigned)), *alone],
+        received=_by_rank(share.received, wanted_of),
+        relayed=_by_rank(share.relayed, units_of),
+        common=_by_rank(share.common, wanted_of),
     )
+
+
+def _by_rank(
+    runs: Iterable[tuple[int, ExtentRun]], fetches_of: Callable[[ExtentRun], Iterable[Fetch]]
+) -> dict[int, list[Fetch]]:
+    """Returns the fetches of these runs, by the rank that comes with each run."""
+    found: dict[int, list[Fetch]] = {}
+    for rank, run in runs:
+        found.setdefault(rank, []).extend(fetches_of(run))
+    return found
 
 
 def _overlapping(runs: Sequence[ExtentRun], run: ExtentRun) -> Iterator[ExtentRun]:

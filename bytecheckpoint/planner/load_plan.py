@@ -4,10 +4,12 @@ file and no tensor.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, compress
 from operator import attrgetter, eq, itemgetter
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 
@@ -65,14 +67,15 @@ class _FileParts(NamedTuple):
 
     @classmethod
     def of(cls, sole: np.ndarray) -> _FileParts:
-        return cls(FlatParts(sole.reshape(-1, len(FlatPart._fields))), [], {})
+        """`sole` has a row for each of these parts, with the fields of a FlatPart."""
+        return cls(FlatParts(sole), [], {})
 
     @property
     def flat_and_others(self) -> Sequence[Part]:
         return [*self.sole, *self.parts] if self.parts else self.sole
 
 
-class Wants(Sequence[Want]):
+class Wants:
     """Wants as columns: there may be 100,000."""
 
     def __init__(self, fqns: Sequence[str], regions: Sequence[Region], are_flat: Sequence[bool]) -> None:
@@ -81,7 +84,7 @@ class Wants(Sequence[Want]):
         self.are_flat = are_flat
 
     @classmethod
-    def of(cls, wants: Sequence[Want]) -> Wants:
+    def of(cls, wants: Sequence[Want] | Wants) -> Wants:
         if isinstance(wants, Wants):
             return wants
         fqns, regions, are_flat = zip(*wants, strict=True) if wants else ((), (), ())
@@ -90,13 +93,7 @@ class Wants(Sequence[Want]):
     def __len__(self) -> int:
         return len(self.fqns)
 
-    @overload
-    def __getitem__(self, index: int) -> Want: ...
-    @overload
-    def __getitem__(self, index: slice) -> Wants: ...
-    def __getitem__(self, index: int | slice) -> Want | Wants:
-        if isinstance(index, slice):
-            return Wants(self.fqns[index], self.regions[index], self.are_flat[index])
+    def __getitem__(self, index: int) -> Want:
         return Want(self.fqns[index], self.regions[index], self.are_flat[index])
 
 
@@ -110,7 +107,7 @@ class _Cutting(NamedTuple):
 
 
 def plan_load(
-    manifest: Manifest, wants: Sequence[Want], *, verify: bool, max_gap_bytes: int, max_fetch_bytes: int
+    manifest: Manifest, wants: Sequence[Want] | Wants, *, verify: bool, max_gap_bytes: int, max_fetch_bytes: int
 ) -> list[Fetch]:
     """Returns the fetches that fill all wants, file by file. Zeros that lie in no file get no fetch: see `zeros_in`.
 
@@ -138,14 +135,7 @@ def plan_load(
             # Reading is saved only where a gap that is left out is larger than an extent.
             mean_extent = file.byte_length // max(1, len(file.extent_lengths)) if verify else 0
             cutting = _Cutting(item_bytes, max_gap_bytes + mean_extent, max_fetch_bytes)
-            _add_chunk(
-                of_files.setdefault(chunk.file, _FileParts.of(np.zeros(0, np.int64))),
-                index,
-                want,
-                chunk=chunk,
-                common=common,
-                cutting=cutting,
-            )
+            _add_chunk(of_files[chunk.file], index, want, chunk=chunk, common=common, cutting=cutting)
         if num_covered < num_wanted:
             uncovered.append(_describe_hole(want, manifest))
     if uncovered:
@@ -191,8 +181,11 @@ def _sole_chunks(manifest: Manifest, wants: Wants) -> SoleChunks:
     return sole._replace(is_sole=sole.is_sole & is_whole)
 
 
-def _sole_parts(sole: SoleChunks) -> dict[int, _FileParts]:
-    of_files = {}
+def _sole_parts(sole: SoleChunks) -> defaultdict[int, _FileParts]:
+    """Returns the sole chunks that are wanted, by file; no parts for any other file."""
+    of_files: defaultdict[int, _FileParts] = defaultdict(
+        partial(_FileParts.of, np.zeros((0, len(FlatPart._fields)), np.int64))
+    )
     for file in np.unique(sole.files[sole.is_sole]).tolist():
         wants = np.flatnonzero(sole.is_sole & (sole.files == file))
         rows = wants, sole.byte_offsets[wants], sole.byte_lengths[wants], np.zeros_like(wants)

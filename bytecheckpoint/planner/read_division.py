@@ -11,6 +11,7 @@ from itertools import accumulate, islice
 from operator import itemgetter
 from typing import NamedTuple
 
+from bytecheckpoint.planner.deduplicate import fill_level
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare, runs_by_ranks
 
 HOSTS_TOGETHER = 5
@@ -90,13 +91,12 @@ class ReadDivision(NamedTuple):
 
     groups: Sequence[ReadGroup]
     common: Sequence[tuple[int, ExtentRun]]
-    """The reader rank of each run that is broadcast."""
-
+    """Each run that is broadcast, after its reader rank."""
     hosts: Hosts
 
-    def groups_of_rank(self, num_ranks: int) -> list[list[int]]:
+    def groups_of_rank(self) -> list[list[int]]:
         """Returns the numbers of the groups that each rank is in, or relays for."""
-        numbers: list[list[int]] = [[] for _ in range(num_ranks)]
+        numbers: list[list[int]] = [[] for _ in self.hosts.of_rank]
         for number, group in enumerate(self.groups):
             for rank in sorted({*group.ranks, *(path.relay for path in group.paths(self.hosts))}):
                 numbers[rank].append(number)
@@ -106,22 +106,21 @@ class ReadDivision(NamedTuple):
 def divide_reading(
     wanted: Sequence[Sequence[ExtentRun]],
     extents: Extents,
-    held: Sequence[Collection[int]] = (),
-    hosts: Hosts | None = None,
+    held: Sequence[Collection[int]],
+    hosts: Hosts,
 ) -> ReadDivision:
     """Assigns a reader rank to every extent that two ranks or more want, or that the one rank that wants it cannot
     read, such that all ranks read about the same number of bytes.
 
     `wanted` has the runs of each rank, which do not overlap and do not touch one another; ranks that want the same
     should have the same list, which is then looked at once. `held` has for each rank the files that it can read and
-    others may not: a file that is in no rank's `held` can be read by all. Without `hosts` no ranks share memory.
+    others may not: a file that is in no rank's `held` can be read by all.
 
     Runs of few bytes that more than FEW_RANKS want are common. The reader rank of other runs is one of those that want
     them, if one of these can read the file, else the holder of the file that reads the least so far; it gets few, long
     runs. If all can read the file, ranks on more than HOSTS_TOGETHER hosts are divided into parts, each with readers of
     its own. The same input always gives the same groups.
     """
-    hosts = Hosts([[rank] for rank in range(len(wanted))]) if hosts is None else hosts
     holders = _holders_by_file(held)
     by_ranks = runs_by_ranks(wanted)
     common = _take_common(by_ranks, extents, min(_COMMON_BYTES, _COMMON_BYTES_OF_ALL // len(wanted)))
@@ -138,7 +137,7 @@ def share_of(
     rank: int, groups: Iterable[ReadGroup], common: Sequence[tuple[int, ExtentRun]], hosts: Hosts
 ) -> ReaderShare:
     """Returns the share of a rank: what it reads, receives and relays in all groups, and the runs `common` to all, each
-    of which comes with its reader.
+    after its reader.
     """
     reads: list[ExtentRun] = []
     received: list[tuple[int, ExtentRun]] = []
@@ -154,15 +153,13 @@ def share_of(
             peers.add(path.relay)
         elif rank in path.takers:
             received += [(path.relay, run) for run in path.runs]
-    runs, readers = [run for _, run in common], [reader for reader, _ in common]
     return ReaderShare(
         reads=reads,
         peers=sorted(peers),
         received=sorted(received, key=itemgetter(1)),
         relayed=sorted(relayed, key=itemgetter(1)),
         takers=sorted(takers),
-        common=runs,
-        common_readers=readers,
+        common=common,
     )
 
 
@@ -297,8 +294,7 @@ def _divide_runs(runs: Sequence[ExtentRun], loads: Sequence[int], extents: Exten
     """Divides the runs, in their order, into one part for each of the loads, which are bytes, so that the highest load
     with its part is as low as can be. A part ends with the extent in which it is full.
     """
-    amount = sum(map(extents.num_bytes, runs))
-    level = min(-(-(amount + filled) // count) for count, filled in enumerate(accumulate(sorted(loads)), start=1))
+    level = fill_level(loads, sum(map(extents.num_bytes, runs)))
     parts: list[list[ExtentRun]] = []
     left = [*reversed(runs)]
     position = 0

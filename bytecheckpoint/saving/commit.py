@@ -27,8 +27,14 @@ from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.manifest import DataFile, open_manifest
 from bytecheckpoint.runtime.threads import map_looks
 from bytecheckpoint.saving.prepare import PreparedSave
-from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, telemetry_record, write_telemetry
-from bytecheckpoint.saving.slow_phases import TimedReport, slow_text
+from bytecheckpoint.saving.report import (
+    TimedReport,
+    encode_manifest_and_info,
+    encode_report,
+    telemetry_record,
+    write_telemetry,
+)
+from bytecheckpoint.saving.slow_phases import slow_text
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.saving.write import SaveFiles, find_reusable, write_files
 from bytecheckpoint.staging.reuse import ReusableFiles, reused_bytes
@@ -62,17 +68,9 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
     doing = f"writing {target.path}"
     with ExitStack() as undo, together(ranks, doing, about=about), telling_of_another_owner(target):
         undo.callback(discard, files)
-        with timer.phase("write"), closing(prepared.snapshot) as snapshot:
-            reuse = find_reusable(ranks, target, prepared.reuse)
-            written = write_files(
-                files,
-                snapshot,
-                timer,
-                prepared.meter,
-                writer_threads=prepared.options.writer_threads,
-                scratch=prepared.buffers.scratch,
-                reuse=reuse,
-            )
+        with timer.phase("write"), closing(prepared.snapshot):
+            reuse = find_reusable(prepared)
+            written = write_files(files, prepared, reuse=reuse)
         record = telemetry_record(call, agreed.save_id, [file for file, _ in written])
         timed_report = TimedReport(
             encode_report(agreed, written), timer.seconds, reused_bytes=reused_bytes(reuse), record=record

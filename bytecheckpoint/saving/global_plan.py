@@ -163,8 +163,8 @@ def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
     while reply.send_all:
         in_pipeline_stages = reply.digested
         reply = planner.exchange(_whole_message(local_plan, ranks, in_pipeline_stages))
-    is_new = cached is None or not reply.is_cached
-    if is_new or cached is None:
+    is_new = not reply.is_cached
+    if cached is None or is_new:
         rank_plan = _rank_plan(reply, local_plan, in_pipeline_stages, ranks.num_ranks)
         rank_plan.global_plan, rank_plan.known_plain = planner.plan, planner.known_plain
         local_plan.plans.add(local_plan.fingerprint, rank_plan)
@@ -259,7 +259,7 @@ class _GlobalPlanner:
             cached.known_plain = self.known_plain
             self.objects, self.rank_objects = merge_plain(plain, global_ranks)
             check_pipeline_stages(cached.in_pipeline_stages, stages, global_ranks)
-            replies = [PlanReply(save_id, cached.plan_id, is_cached=True, has_locations=cached.written is not None)]
+            replies = [PlanReply(save_id, is_cached=True, has_locations=cached.written is not None)]
         elif any(message.plan_id for message in messages):
             replies = [_SEND_ALL]
         elif self._needs_stage_digests(messages):
@@ -325,7 +325,7 @@ def _rank_plan(
         frozen=local_plan.frozen,
     )
     return RankPlan(
-        plan_id=reply.plan_id,
+        plan_id=reply.save_id,
         files=files,
         compared=reply.compared,
         differing_replicas=reply.differing_replicas,

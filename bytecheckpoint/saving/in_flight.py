@@ -101,18 +101,15 @@ class SavesInFlight:
             slot.end()
             slot.upload.close()
 
-    @contextmanager
-    def uploading(self, slot: StagingSlot, release_state: Callable[[], None]) -> Iterator[None]:
-        """Drops the training state with `release_state`, then waits for the upload of an earlier save. After the wait
-        the next save may begin.
+    def begin_upload(self, slot: StagingSlot) -> None:
+        """Waits for the upload of an earlier save, then lets the next save begin. The upload counts as under way until
+        the save of this slot is over.
         """
-        release_state()
         # A synchronous save has ended its slot long ago, and blocks its caller: no other save comes in between.
         if not slot.has_ended:
             # Until the save is over: a save that waits for the upload raises its error.
             slot.upload.enter_context(self._upload)
             slot.end()
-        yield
 
     def _watch(self, progress: SaveProgress) -> None:
         watched, number = self._watched, id(progress)

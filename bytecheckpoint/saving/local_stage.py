@@ -167,10 +167,16 @@ class LocalStage:
             self._folder.close()
 
     def remove_superseded(self) -> None:
-        """Deletes what this save, once committed, supersedes: see the function `remove_superseded`. Ignores errors."""
-        if self._journal is not None:
+        """Deletes from the stage, once this save is committed, the folders that dead processes left of saves to the
+        same path, or of its step or an earlier one under the same root; and folders without a journal, which belong to
+        no save. Ignores errors.
+        """
+        committed = self._journal
+        if committed is not None:
             with suppress(CheckpointError, OSError):
-                remove_superseded(self.root, self._journal)
+                found = stage_folder.scan(self.root)
+                names = [each.name for each in found if not each.is_alive and _is_superseded(each, committed)]
+                stage_folder.remove_all(self.root, names)
 
 
 def upload_files(
@@ -188,14 +194,6 @@ def upload_files(
     for file in files:
         copy_file(staged.store, store, folder, file, scratch)
         on_bytes(file.byte_length)
-
-
-def remove_superseded(root: str, committed: Journal) -> None:
-    """Deletes from a local stage the folders that dead processes left of saves to the path of the committed one, or of
-    its step or an earlier one under the same root; and folders without a journal, which belong to no save.
-    """
-    names = [found.name for found in stage_folder.scan(root) if not found.is_alive and _is_superseded(found, committed)]
-    stage_folder.remove_all(root, names)
 
 
 def _is_superseded(found: stage_folder.FoundStage, committed: Journal) -> bool:

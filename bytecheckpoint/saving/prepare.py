@@ -56,7 +56,7 @@ def kind_of_snapshot(options: SaveOptions, *, async_save: bool) -> SnapshotKind:
     return "lazy" if options.snapshot == "lazy" else "copy"
 
 
-def take_snapshot(
+def new_snapshot(
     kind: SnapshotKind,
     files: Sequence[LiveFile],
     buffers: HostBuffers,
@@ -65,8 +65,8 @@ def take_snapshot(
     staging_bytes: int | None,
     memory: MemoryPart | None = None,
 ) -> Snapshot:
-    """Returns the snapshot of these files, in a slot of `memory` if that is given. The state may change after its
-    `stage()`; with the kind `none`, only after everything is written.
+    """Returns the snapshot of these files, for which nothing is copied yet, in a slot of `memory` if that is given. The
+    state may change after its `stage()`; with the kind `none`, only after everything is written.
 
     Raises the errors of `MemoryPart.take`.
     """
@@ -178,9 +178,9 @@ class PreparedSave:
         return self._snapshot
 
     def take_snapshot(self, entries: Sequence[Entry]) -> None:
-        """Takes the snapshot, and agrees with all ranks unless that can be done in the background.
+        """Makes the snapshot, which `stage` fills, and agrees with all ranks unless that can be done in the background.
 
-        With a cached plan, takes the snapshot before the agreement: afterwards this would have to wait for a core on
+        With a cached plan, makes the snapshot before the agreement: afterwards this would have to wait for a core on
         which another rank trains already.
         """
         with self.call.phase("stage"):
@@ -240,7 +240,7 @@ class PreparedSave:
         with gc_paused():
             # New files for each snapshot, because a snapshot may change its own.
             files = [LiveFile(planned, self._local_plan.shards) for planned in plan.staged]
-        return take_snapshot(
+        return new_snapshot(
             self._kind,
             files,
             self.buffers,

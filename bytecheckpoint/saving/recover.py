@@ -14,7 +14,7 @@ from typing import Any, get_args
 import msgspec
 import torch.distributed as dist
 
-from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, Subject, check_same, join_ranks, together
+from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, Subject, check_same, join_ranks, merge_texts, together
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -261,13 +261,7 @@ def _upload_all(
             if not isinstance(error, CheckpointCorruptError) and not is_here:
                 raise
             damage[task.save_id] = error.message
-
-    def merge(payloads: Sequence[bytes]) -> Sequence[bytes]:
-        by_rank = [msgspec.msgpack.decode(payload, type=dict[str, str]) for payload in payloads]
-        merged = {save_id: what for of_rank in by_rank for save_id, what in of_rank.items()}
-        return [msgspec.msgpack.encode(merged)] * len(payloads)
-
-    return msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(damage), merge), type=dict[str, str])
+    return merge_texts(ranks, damage)
 
 
 def _clear_cut_off(store: Store, folder: str, files: Sequence[DataFile]) -> None:

@@ -99,7 +99,7 @@ def check_pipeline_stages(fqns: Iterable[str], ranks: Sequence[StageDigests], gl
 _GATHERED_BYTES = 16 * SMALL_TENSOR_BYTES
 
 
-def is_small(shard: LocalShard) -> bool:
+def is_compared(shard: LocalShard) -> bool:
     """Returns True if a shard is a whole tensor that is small enough to be compared on every save."""
     return shard.region.lengths == shard.global_shape and shard.tensor.nbytes <= SMALL_TENSOR_BYTES
 
@@ -107,7 +107,7 @@ def is_small(shard: LocalShard) -> bool:
 def small_digests(shards: Sequence[LocalShard]) -> list[int | None]:
     """Returns the xxh3-64 of every shard that is a whole, small tensor, and None for the others."""
     digests: list[int | None] = [None] * len(shards)
-    small = [index for index, shard in enumerate(shards) if is_small(shard)]
+    small = [index for index, shard in enumerate(shards) if is_compared(shard)]
     for index, tensor in zip(small, _on_host([shards[index].tensor for index in small]), strict=True):
         digests[index] = xxhash.xxh3_64_intdigest(_raw(tensor).numpy().data)
     return digests

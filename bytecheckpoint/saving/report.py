@@ -31,7 +31,6 @@ from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.saving.chunk_locations import ChunkLocations, pack_locations
 from bytecheckpoint.saving.global_plan import AgreedPlan
 from bytecheckpoint.saving.plans.rank_plan import WrittenTensors
-from bytecheckpoint.saving.slow_phases import TimedReport
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.staging.compress import ChunkLocation
 from bytecheckpoint.staging.memory_slots import GENERATION
@@ -88,6 +87,19 @@ class _RankReport(msgspec.Struct, frozen=True, array_like=True):
     @property
     def file_lengths(self) -> list[int]:
         return [file.byte_length for file in self.files]
+
+
+class TimedReport(msgspec.Struct, frozen=True, array_like=True):
+    """The report of a rank that has written, with the seconds of its phases."""
+
+    report: bytes
+    seconds: dict[str, float]
+    is_direct: bool = False
+    """True if data went directly to the path, not to the local stage."""
+    reused_bytes: int = 0
+    """Bytes of files that were taken from an earlier checkpoint."""
+    record: bytes = b""
+    """The rank's `telemetry_record`."""
 
 
 def encode_report(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> bytes:
@@ -156,7 +168,7 @@ def encode_manifest_and_info(
         written = agreed.rank_plan.written
         if written is not None:  # decoded columns are faster to encode
             agreed.rank_plan.written = replace(written, tensors=decoded.tensors)
-        info = describe_checkpoint(decoded, path=target.path, seconds={})
+        info = describe_checkpoint(decoded, path=target.path)
         return content, msgspec.msgpack.encode(
             replace(info, reused_bytes=sum(each.reused_bytes for each in timed_reports))
         )

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-import msgspec
-
 _FACTOR = 3.0
 _MIN_EXTRA_S = 1.0
 """Shorter delays are noise."""
@@ -20,19 +18,6 @@ _MAX_EARLIER = 16
 _ALIKE = 1.5
 """Saves whose bytes differ by a greater factor are not compared."""
 _COMPARED = ("plan", "stage", "write", "upload", "commit")
-
-
-class TimedReport(msgspec.Struct, frozen=True, array_like=True):
-    """The report of a rank that has written, with the seconds of its phases."""
-
-    report: bytes
-    seconds: dict[str, float]
-    is_direct: bool = False
-    """True if data went directly to the path, not to the local stage."""
-    reused_bytes: int = 0
-    """Bytes of files that were taken from an earlier checkpoint."""
-    record: bytes = b""
-    """The rank's `telemetry_record`."""
 
 
 class SlowPhase(NamedTuple):

@@ -7,8 +7,8 @@ Once every rank's data is durable, a save that fails or dies leaves it there for
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import msgspec
@@ -29,8 +29,13 @@ from bytecheckpoint.saving.commit import (
 )
 from bytecheckpoint.saving.local_stage import LocalStage
 from bytecheckpoint.saving.prepare import PreparedSave
-from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, telemetry_record, write_telemetry
-from bytecheckpoint.saving.slow_phases import TimedReport
+from bytecheckpoint.saving.report import (
+    TimedReport,
+    encode_manifest_and_info,
+    encode_report,
+    telemetry_record,
+    write_telemetry,
+)
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.saving.write import SaveFiles, find_reusable, write_files
 from bytecheckpoint.staging.reuse import reused_bytes
@@ -62,12 +67,12 @@ def write_upload_and_commit(
     prepared: PreparedSave,
     metadata: Mapping[str, Any],
     stage: LocalStage,
-    uploading: AbstractContextManager[None],
+    begin_upload: Callable[[], None],
 ) -> CheckpointInfo:
     """Makes a save durable in the local stage, then at the path. Raises on every rank what `save` documents.
 
-    `SaveHandle.local` returns when only the loss of a disk can lose the save. The rest runs within `uploading` and
-    needs no staging memory.
+    `SaveHandle.local` returns when only the loss of a disk can lose the save. What comes after `begin_upload`, which
+    may wait for an earlier upload, needs neither the training state nor staging memory.
     """
     agreed, target = prepared.agree(), prepared.target
     prepared.snapshot.wait()
@@ -85,14 +90,15 @@ def write_upload_and_commit(
         )
         if staged.is_recoverable:
             prepared.progress.reach_local(local)
-        with uploading:
-            after = call.about._replace(left_behind=_IS_RECOVERABLE if staged.is_recoverable else "")
-            call = call._replace(about=after)
-            _upload(call, files, stage, plan, prepared.meter)
-            prepared.meter.begin("commit")
-            info = commit_together(call, files, content, staged.info)
-            remember_files(prepared, files, stage.files)
-            warn_of_slow_phases(prepared, reports, info)
+        prepared.close()
+        begin_upload()
+        after = call.about._replace(left_behind=_IS_RECOVERABLE if staged.is_recoverable else "")
+        call = call._replace(about=after)
+        _upload(call, files, stage, plan, prepared.meter)
+        prepared.meter.begin("commit")
+        info = commit_together(call, files, content, staged.info)
+        remember_files(prepared, files, stage.files)
+        warn_of_slow_phases(prepared, reports, info)
         if not staged.is_recoverable:
             prepared.progress.reach_local(local)
         stage.remove()
@@ -111,18 +117,10 @@ def _write_to_stage(
     doing = f"writing {target.path} to the local stage"
     with ExitStack() as undo, together(ranks, doing, about=about):
         undo.callback(discard, files)
-        with timer.phase("write"), closing(prepared.snapshot) as snapshot:
-            reuse = find_reusable(ranks, target, prepared.reuse)
+        with timer.phase("write"), closing(prepared.snapshot):
+            reuse = find_reusable(prepared)
             stage.begin(_new_journal(ranks, target, stage, save_id=agreed.save_id))
-            written = write_files(
-                files,
-                snapshot,
-                timer,
-                prepared.meter,
-                writer_threads=prepared.options.writer_threads,
-                scratch=prepared.buffers.scratch,
-                reuse=reuse,
-            )
+            written = write_files(files, prepared, reuse=reuse)
             stage.complete([file for file, _ in written])
         timed_report = TimedReport(encode_report(agreed, written), timer.seconds, stage.is_direct, reused_bytes(reuse))
         report = msgspec.msgpack.encode(timed_report)

@@ -11,19 +11,18 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.manifest.ranges import Block
-from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.runtime.progress import ProgressMeter
 from bytecheckpoint.runtime.threads import run_jobs
+from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.saving.report import WrittenFile
 from bytecheckpoint.saving.target import SaveTarget
 from bytecheckpoint.staging.compress import CompressedFile, allocate_for, compress_file
 from bytecheckpoint.staging.file_image import PlannedFile
-from bytecheckpoint.staging.reuse import FileReuse, ReusableFiles, RootHistory, RunningDigest, content_digest
+from bytecheckpoint.staging.reuse import FileReuse, ReusableFiles, RunningDigest, content_digest
 from bytecheckpoint.staging.snapshots import Snapshot
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.object_io import FileImage, write_image
@@ -31,13 +30,14 @@ from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import SupportsDuplicate
 
 
-def find_reusable(ranks: Ranks, target: SaveTarget, history: RootHistory | None) -> FileReuse | None:
+def find_reusable(prepared: PreparedSave) -> FileReuse | None:
     """Returns the files of the newest checkpoint under the root that this rank may take; an empty FileReuse if there is
-    no such checkpoint. Returns None without `history`, or if the store cannot duplicate files.
+    no such checkpoint. Returns None if the save takes no files, or the store cannot duplicate them.
 
     All ranks call this together: the coordinator says which checkpoint that is, and sends the records of its files to
     ranks that have not saved it themselves.
     """
+    target, history = prepared.target, prepared.reuse
     store = target.store
     if history is None or not isinstance(store, SupportsDuplicate):
         return None
@@ -47,7 +47,7 @@ def find_reusable(ranks: Ranks, target: SaveTarget, history: RootHistory | None)
         files = _reusable_of(target, folder, [known.decode() for known in known_ids])
         return [msgspec.msgpack.encode(each) for each in files]
 
-    reply = ranks.reduce_scatter(history.newest.save_id.encode(), replies)
+    reply = prepared.call.ranks.reduce_scatter(history.newest.save_id.encode(), replies)
     known = msgspec.msgpack.decode(reply, type=ReusableFiles | None)
     return FileReuse(store, history.newest if known is None else known)
 
@@ -97,19 +97,12 @@ class SaveFiles(NamedTuple):
         return layout.data_file_name(self.save_id, self.rank, number)
 
 
-def write_files(
-    files: SaveFiles,
-    snapshot: Snapshot,
-    timer: PhaseTimer,
-    meter: ProgressMeter,
-    *,
-    writer_threads: int,
-    scratch: BufferPool,
-    reuse: FileReuse | None,
-) -> list[WrittenFile]:
-    """Writes all files of this rank durably, except for frozen ones of which `reuse` has an equal file: those are
-    taken. Returns both kinds, in the order of the plan. Files of compressed tensors are put together in `scratch`.
+def write_files(files: SaveFiles, prepared: PreparedSave, *, reuse: FileReuse | None) -> list[WrittenFile]:
+    """Writes all files of this rank durably from the snapshot, except for frozen ones of which `reuse` has an equal
+    file: those are taken. Returns both kinds, in the order of the plan.
     """
+    snapshot, timer, meter = prepared.snapshot, prepared.call.timer, prepared.meter
+    scratch = prepared.buffers.scratch
     meter.begin("write", sum(planned.byte_length for planned in files.planned))
     num_raw = sum(not planned.codecs for planned in files.planned)  # they come first
     written = [_write_raw(files, number, snapshot, timer, meter, reuse=reuse) for number in range(num_raw)]
@@ -125,7 +118,7 @@ def write_files(
             files.planned[number],
             _with_content(files.planned[number], snapshot, meter),
             buffers[number % 2],
-            threads=writer_threads,
+            threads=prepared.options.writer_threads,
             second_block=scratch.second_block,
             on_compressed=partial(timer.add, "compress"),
             on_checksum=partial(timer.add, "checksum"),

@@ -25,7 +25,7 @@ from bytecheckpoint.distributed.same_host.host_ranks import HostRanks
 from bytecheckpoint.distributed.wire import DISCONNECT, HEADER, HEARTBEAT, OutgoingUnit, WireHeader, view_pieces
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.between_ranks.assignment import ReadAssignment
-from bytecheckpoint.loading.exchange import Budgets, _Exchange
+from bytecheckpoint.loading.exchange import _Exchange
 from bytecheckpoint.loading.overwrite_state import StateChanges
 from bytecheckpoint.loading.receive import Receiver, pieces_of
 from bytecheckpoint.manifest.ranges import Fetch, FlatPart
@@ -163,21 +163,24 @@ def test_a_peer_that_connects_twice_is_served_once(listener: Listener) -> None:
 
 def exchange_with_a_peer() -> _Exchange:
     options = bcp.LoadOptions(timeout_s=PATIENT_S)
-    source: Any = SimpleNamespace(options=options, targets=lambda *_: [], changes=StateChanges())
+    source: Any = SimpleNamespace(options=options, changes=StateChanges(), begin_reading=lambda _: None)
     match: Any = SimpleNamespace(shards=[], stored_fqns=[])
     ranks: Any = SimpleNamespace(global_ranks=[READER, PEER], rank=0)
     assigned = ReadAssignment(ReaderShare([], [1], []), {}, 1, 1.0)
-    plan, host_ranks = DividedPlan([], [], {}, {}, []), HostRanks(0, memoryview(bytearray(64)))
-    return _Exchange(
-        ranks, source, match, plan, host_ranks=host_ranks, budgets=Budgets(32, 32, 1, 1), assigned=assigned, lanes=Any
-    )
+    host_ranks = HostRanks(0, memoryview(bytearray(64)))
+    targets: Any = []
+    return _Exchange(ranks, source, match, host_ranks, targets=targets, read_bytes=32, assigned=assigned, lanes=Any)
+
+
+def nothing_to_read(**_: Any) -> DividedPlan:
+    return DividedPlan([], [], {}, {}, {})
 
 
 def test_a_damaged_request_ends_the_exchange_and_all_its_threads(listener: Listener) -> None:
     with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(connect_to, listener.address, request=b"damaged request")
         with pytest.raises(CheckpointError, match="damaged") as raised:
-            exchange_with_a_peer().run(listener)
+            exchange_with_a_peer().run(listener, nothing_to_read, {})
         theirs.result().close()
     assert raised.value.kind == "checksum"  # and keeps the frames alive that it went through
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("bcp-exchange")]
@@ -220,7 +223,7 @@ def test_a_rendezvous_that_can_have_no_more_threads_says_what_to_do(
         socket.create_connection(("127.0.0.1", listener.address.port)),
         pytest.raises(CheckpointError, match=r"no more threads .*exchange=\"off\"") as raised,
     ):
-        exchange_with_a_peer().run(listener)
+        exchange_with_a_peer().run(listener, nothing_to_read, {})
     assert raised.value.kind == "rank_failed"
 
 

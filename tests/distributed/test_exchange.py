@@ -397,15 +397,8 @@ def fails_before_it_has_connected(rank: int, world_size: int, path: str) -> tupl
     """
     state, failed = tensors_of(Replicate(), is_filled=False), threading.Event()
     first_errors = list[type[BaseException]]()
-    together = exchange_module.read_together
-
-    def of_rank_0(ranks: Any, source: Source, *others: Any) -> Traffic:
-        source.held_files = frozenset(range(len(source.manifest.files))) if rank == 0 else frozenset()
-        return together(ranks, source, *others)
-
     with ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(phases, "read_together", of_rank_0)
+        stack.enter_context(read_by_rank_0(rank))
         if rank == 1:
             stack.enter_context(after(Seam(exchange_module._Exchange, "_stop"), failed.set))
             stack.enter_context(before(Seam(exchange_module, "connect"), lambda: failed.wait(60)))
@@ -414,6 +407,20 @@ def fails_before_it_has_connected(rank: int, world_size: int, path: str) -> tupl
         stack.enter_context(before_end(lambda errors: first_errors.extend(map(type, errors[:1]))))
         error = seen(lambda: bcp.load(path, state, options=bcp.LoadOptions(exchange="on", timeout_s=30)))
     return error, [cls.__name__ for cls in first_errors]
+
+
+@contextmanager
+def read_by_rank_0(rank: int) -> Iterator[None]:
+    """Within the block, on all ranks, only rank 0 can read the files."""
+    together = exchange_module.read_together
+
+    def of_rank_0(ranks: Any, source: Source, *others: Any) -> Traffic:
+        source.held_files = frozenset(range(len(source.manifest.files))) if rank == 0 else frozenset()
+        return together(ranks, source, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(phases, "read_together", of_rank_0)
+        yield
 
 
 @contextmanager
@@ -438,3 +445,38 @@ def test_a_rank_that_fails_before_it_has_connected_still_tells_those_that_wait_f
     (told, first_inside), (own, _) = workers.run(fails_before_it_has_connected, path, world_size=2)
     assert own.kind == told.kind == "permission"
     assert first_inside == ["PeerLeftError"]  # and not that it has waited in vain until its time was up
+
+
+BEFORE_ASKING = {
+    "dividing": (Seam(exchange_module, "divide_plan"), 1),
+    "starting threads": (Seam(exchange_module._Exchange, "_start"), 1),
+    "asking": (Seam(HostExchange, "ask"), 2),
+}
+
+
+def fail_before_asking(rank: int, world_size: int, path: str, phase: str) -> tuple[Seen | None, list[str]]:
+    """Rank 0 reads all, and rank 1 is to relay it to rank 2, on the same host. One of these fails before any request is
+    sent. Returns the first error inside of each, too.
+    """
+    failing, failing_rank = BEFORE_ASKING[phase]
+    state, first_errors = tensors_of(Replicate(), is_filled=False), list[type[BaseException]]()
+    refusal = bcp.StorageError("you may not", kind="permission")
+    with (
+        read_by_rank_0(rank),
+        on_host(min(rank, 1)),
+        before(failing, raising(refusal)) if rank == failing_rank else nullcontext(),
+        before_end(lambda errors: first_errors.extend(map(type, errors[:1]))),
+    ):
+        error = seen(lambda: bcp.load(path, state, options=bcp.LoadOptions(exchange="on", timeout_s=30)))
+    return error, [cls.__name__ for cls in first_errors]
+
+
+@pytest.mark.parametrize("phase", BEFORE_ASKING)
+def test_a_relay_whose_load_fails_before_it_asks_tells_its_reader_rank(
+    workers: WorkerPool, tmp_path: Path, phase: str
+) -> None:
+    path = str(tmp_path / "ckpt")
+    workers.run(save_rows, path, "none", world_size=3)
+    outcomes = workers.run(fail_before_asking, path, phase, world_size=3)
+    assert [error.kind for error, _ in outcomes] == ["permission"] * 3
+    assert outcomes[0][1] == ["PeerLeftError"]  # and not that it has waited in vain until its time was up

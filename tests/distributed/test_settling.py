@@ -123,7 +123,7 @@ def save_differing(rank: int, world_size: int, path: str, kind: str) -> tuple[Se
     state["plain"]["value"] = float(rank)
     first = seen(lambda: begin(path, state, kind).result())
     # An error that only one rank meets, before anything is exchanged.
-    with before(Seam(prepare, "take_snapshot"), raising(RuntimeError("boom")) if rank == 1 else lambda: None):
+    with before(Seam(prepare, "new_snapshot"), raising(RuntimeError("boom")) if rank == 1 else lambda: None):
         second = seen(lambda: begin(path, state_of(rank, 6.0), kind).result())
     return first, second, saves_well(rank, path, kind)
 

@@ -51,7 +51,7 @@ def seam_named(dotted: str) -> Seam:
 SAVE_PHASES = {
     "opening": Seam(target, "open_store"),
     "planning": Seam(prepare, "exchange_plans"),
-    "staging": Seam(prepare, "take_snapshot"),
+    "staging": Seam(prepare, "new_snapshot"),
     "writing": Seam(write, "write_image"),
     "reporting": Seam(commit, "encode_report"),
 }
@@ -92,7 +92,7 @@ SOCKET_PHASES = {
 STAGED_PHASES = {
     "opening": Seam(target, "open_store"),
     "planning": Seam(prepare, "exchange_plans"),
-    "staging": Seam(prepare, "take_snapshot"),
+    "staging": Seam(prepare, "new_snapshot"),
     "writing to the disk": Seam(local_stage, "write_image"),
     "reporting": Seam(upload, "encode_report"),
     "uploading": Seam(local_stage, "copy_file"),

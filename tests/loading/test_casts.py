@@ -114,3 +114,13 @@ def test_a_dtype_that_this_torch_lacks_is_named(
     monkeypatch.delattr(torch, "float8_e8m0fnu")
     with pytest.raises(bcp.CheckpointMismatchError, match="has no dtype float8_e8m0fnu: install"):
         read(tmp_path)
+
+
+def test_dtypes_that_torch_cannot_convert_are_named_before_anything_is_read(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"t": torch.ones(4)})
+    bits = torch.zeros(4, dtype=torch.uint8)
+    state = {"t": bits.view(torch.bits8)}
+    with pytest.raises(bcp.CheckpointMismatchError, match="t: torch cannot convert float32") as raised:
+        bcp.load(tmp_path, state, cast=True)
+    assert raised.value.kind == "dtype"
+    assert not bits.any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from training import Tied, mlp, same_module
 
 import bytecheckpoint as bcp
+from bytecheckpoint import checkpoint
 
 MiB = 1 << 20
 SHAPES = [(), (7,), (5, 6), (4, 3, 5), (2, 0, 3), (600, 700)]
@@ -156,6 +158,27 @@ def test_names_that_are_not_there(opened: bcp.Checkpoint, tmp_path: Path) -> Non
         opened["n"]
     with pytest.raises(bcp.CheckpointNotFoundError, match="no value of single ranks named 'n'"):
         opened.rank_values("n")
+
+
+def test_a_name_that_is_not_there_is_compared_with_few_and_by_get_with_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_NUM_COMPARED", 4)
+    bcp.save(tmp_path, {"model": {f"layer{number:02}": torch.ones(1) for number in range(20)}})
+    opened, compared = bcp.open(tmp_path), []
+
+    def noting(name: str, others: list[str], *limits: Any) -> list[str]:
+        compared.append(others)
+        return get_close_matches(name, others, *limits)
+
+    monkeypatch.setattr(checkpoint, "get_close_matches", noting)
+    assert opened.get("model.layer100") is None
+    assert opened.get("model.layer100", 5) == 5
+    assert compared == []
+    assert opened.get("model.layer10").shape == (1,)
+    with pytest.raises(KeyError, match=r"'model\.layer10'"):
+        opened["model.layer100"]
+    assert compared == [[f"model.layer{number}" for number in ("09", "10", "11", "12")]]
 
 
 def test_values_of_single_ranks(tmp_path: Path) -> None:

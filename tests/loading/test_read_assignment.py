@@ -25,9 +25,13 @@ def replicated(num_ranks: int) -> tuple[Extents, list[list[ExtentRun]]]:
     return Extents(files), [sorted([*runs, ExtentRun(0, 5, 8)]) for runs in wanted]
 
 
+def encoded(runs: list[ExtentRun]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(runs))
+
+
 def answers_of(extents: Extents, wanted: list[list[ExtentRun]]) -> list[bytes]:
     plans = [
-        LocalReadPlan(address_of(rank), runs, 8 << 20, 60.0 + rank, [], rank - rank % RANKS_OF_HOST)
+        LocalReadPlan(address_of(rank), encoded(runs), 8 << 20, 60.0 + rank, [], rank - rank % RANKS_OF_HOST)
         for rank, runs in enumerate(wanted)
     ]
     return assign([msgspec.msgpack.encode(plan) for plan in plans], extents)
@@ -55,9 +59,8 @@ def test_ranks_of_the_same_groups_get_one_answer_however_many_they_are() -> None
 def test_ranks_that_share_no_memory_are_hosts_of_their_own() -> None:
     extents = Extents([DataFile("f", 80 << 20, [1 << 20] * 80)])
     hosts = [0, 0, -1, -1]
-    plans = [
-        LocalReadPlan(address_of(rank), [ExtentRun(0, 0, 80)], 1, 60.0, [], host) for rank, host in enumerate(hosts)
-    ]
+    runs = encoded([ExtentRun(0, 0, 80)])
+    plans = [LocalReadPlan(address_of(rank), runs, 1, 60.0, [], host) for rank, host in enumerate(hosts)]
     answers = assign([msgspec.msgpack.encode(plan) for plan in plans], extents)
     shares = [decode_assignment(answer, rank).share for rank, answer in enumerate(answers)]
     assert [list(share.takers) for share in shares] == [[1], [], [], []]

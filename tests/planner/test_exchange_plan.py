@@ -204,7 +204,7 @@ def test_little_that_many_ranks_want_is_common_and_the_rest_is_shared_out() -> N
     wanted = [[small, *([of_few] if rank < 2 else [large])] for rank in range(FEW_RANKS + 3)]
     hosts = hosts_of(len(wanted), len(wanted))
     shares = shares_of(wanted, extents, common_bytes=600, hosts=hosts)
-    assert all(share.common == [small] for share in shares)
+    assert all([run for _, run in share.common] == [small] for share in shares)
     assert extents_in([run for share in shares for run in share.reads]) == extents_in([large, of_few])
     check_shares([runs[1:] for runs in wanted], shares, hosts, max_readers=1)
 
@@ -257,11 +257,13 @@ def test_dividing_what_replicas_want_takes_steps_in_proportion_to_the_files(shar
     for num_ranks in (512, 1024, 2048):
         extents = CountedExtents([file_of([1 << 20] * 4)] * num_ranks)
         of_shard = [[ExtentRun(file, 0, 4) for file in range(shard, num_ranks, shards)] for shard in range(shards)]
-        division = divide_reading([of_shard[rank % shards] for rank in range(num_ranks)], extents)
+        division = divide_reading(
+            [of_shard[rank % shards] for rank in range(num_ranks)], extents, (), hosts_of(num_ranks, 1)
+        )
         looks.append(extents.num_looks)
         assert len({id(group.parts) for group in division.groups}) <= 2 * shards  # parts of two sizes
         assert all(len(group.ranks) <= HOSTS_TOGETHER for group in division.groups)
-        assert division.groups_of_rank(num_ranks) == [
+        assert division.groups_of_rank() == [
             [number for number, group in enumerate(division.groups) if rank in group.ranks] for rank in range(num_ranks)
         ]
     assert looks[2] <= 2.2 * looks[1] <= 2.2 * 2.2 * looks[0]
@@ -289,8 +291,8 @@ def test_bytes_that_few_hold_are_read_by_a_holder_and_reach_all_who_want_them(
     shares = shares_of(wanted, extents, common_bytes, held, hosts)
     assert shares == shares_of(wanted, extents, common_bytes, held, hosts)
     restricted = set().union(*held)
-    common = extents_in(list(shares[0].common))
-    for run, reader in zip(shares[0].common, shares[0].common_readers, strict=True):
+    common = extents_in([run for _, run in shares[0].common])
+    for reader, run in shares[0].common:
         assert run.file in held[reader] or run.file not in restricted
     relays = [extents_in([run for _, run in share.relayed]) for share in shares]
     for rank, share in enumerate(shares):

@@ -11,7 +11,7 @@ from bytecheckpoint.adapters.plain.plain_data import SMALL_TENSOR_BYTES
 from bytecheckpoint.adapters.shard_columns import ShardBlocks, WholeTensors
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, dtype_name
 from bytecheckpoint.region import Region
-from bytecheckpoint.saving.replica_checks import combined_digest, combined_digests, is_small, small_digests
+from bytecheckpoint.saving.replica_checks import combined_digest, combined_digests, is_compared, small_digests
 
 
 def shards_of(*tensors: torch.Tensor) -> list[LocalShard]:
@@ -87,7 +87,7 @@ def test_only_whole_small_tensors_have_a_digest() -> None:
     small, large = torch.zeros(SMALL_TENSOR_BYTES // 4), torch.zeros(SMALL_TENSOR_BYTES // 4 + 1)
     part = LocalShard("part", "float32", (8,), Region((4,), (4,)), torch.zeros(4))
     shards = [*shards_of(small, large), part]
-    assert [is_small(shard) for shard in shards] == [True, False, False]
+    assert [is_compared(shard) for shard in shards] == [True, False, False]
     assert [digest is not None for digest in small_digests(shards)] == [True, False, False]
 
 

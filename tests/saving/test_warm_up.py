@@ -11,6 +11,7 @@ from faults.seams import Seam, before, raising, state_of
 from snapshot_cases import OPTIONS, save
 
 import bytecheckpoint as bcp
+from bytecheckpoint import phases
 from bytecheckpoint.saving import global_plan, write
 from distributed.workers import WorkerPool
 
@@ -116,3 +117,19 @@ def different_states(rank: int, world_size: int) -> str:
 
 def test_ranks_that_warm_up_for_different_states_all_hear_of_it(workers: WorkerPool) -> None:
     assert len(set(workers.run(different_states, world_size=2))) == 1
+
+
+class WarmingUp:
+    """Warms up while its state is asked for, as a signal handler may that interrupts a save there."""
+
+    def state_dict(self) -> dict[str, Any]:
+        with before(Seam(phases, "join_ranks"), raising(AssertionError("the call was counted on this rank alone"))):
+            bcp.warm_up(state_of(0, 1.0))
+        return {}
+
+    def load_state_dict(self, _: Any) -> None: ...
+
+
+def test_a_warm_up_inside_a_save_is_refused_before_other_ranks_would_wait_for_it(tmp_path: Path) -> None:
+    with pytest.raises(bcp.CheckpointSaveError, match="neither would ever end"):
+        bcp.save(tmp_path, {"own": WarmingUp()}, async_save=True)

@@ -59,14 +59,14 @@ def test_auto_is_a_copy_after_which_the_state_may_change_at_once(
     expected = bits_of_all(tensors)
     running_mean = bits_of(state["module"].running_mean)
     made: list[type] = []
-    take_snapshot = prepare.take_snapshot
+    new_snapshot = prepare.new_snapshot
 
     def take(*args: Any, **kwargs: Any) -> Snapshot:
-        snapshot = take_snapshot(*args, **kwargs)
+        snapshot = new_snapshot(*args, **kwargs)
         made.append(type(snapshot))
         return snapshot
 
-    monkeypatch.setattr(prepare, "take_snapshot", take)
+    monkeypatch.setattr(prepare, "new_snapshot", take)
     with paused() as go:
         handle = bcp.save(tmp_path / "ckpt", state, async_save=True, options=options)
         with mutating(tensors):

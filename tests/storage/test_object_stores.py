@@ -114,7 +114,7 @@ def _try_to_save(rank: int, _world_size: int, argument: tuple) -> tuple:
     url, options, is_async = argument
     staged: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "take_snapshot", lambda *args, **_more: staged.append(args))
+        patch.setattr(prepare, "new_snapshot", lambda *args, **_more: staged.append(args))
         patch.setattr(s3_requests, "_FIRST_CONTACT_S", 0.5)
         try:
             bcp.save(url, {"w": torch.ones(4)}, storage_options=options, async_save=is_async)

@@ -302,8 +302,8 @@ def plain_objects(opened: Opened) -> list[PlainSummary]:
     from bytecheckpoint.manifest.plain_wire import TensorRef  # noqa: PLC0415
     from bytecheckpoint.options import LoadOptions  # noqa: PLC0415
 
-    source = Source(opened.store, opened.folder, opened.manifest, LoadOptions(), is_exchanged=False)
-    checkpoint = Checkpoint(source, opened.path)
+    source = Source(opened.store, opened.folder, opened.manifest, LoadOptions(), is_exchanged=False, path=opened.path)
+    checkpoint = Checkpoint(source)
     trees = {fqn: stored_leaves(decode_plain(data), fqn) for fqn, data in opened.manifest.objects.items()}
     values = [item for of_tree in trees.values() for item in of_tree.items() if not isinstance(item[1], TensorRef)]
     found = [_plain(fqn, None, value) for fqn, value in values]

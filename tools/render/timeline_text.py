@@ -64,7 +64,7 @@ def _print_header(screen: Screen, opened: Opened, records: SaveRecords) -> None:
     ranks = records.ranks
     first = first_call(ranks)
     started = datetime.fromtimestamp(first, UTC)
-    info = describe_checkpoint(opened.manifest, path=opened.path, seconds={})
+    info = describe_checkpoint(opened.manifest, path=opened.path)
     missing = (info.world_size or 0) - len(ranks)
     hosts = sorted({record.host for record in ranks})
     written = sum(record.num_bytes for record in ranks)

@@ -21,8 +21,8 @@ class LocalReadPlan(msgspec.Struct, frozen=True, array_like=True):
     """The message of a rank to the coordinator."""
 
     address: Address
-    runs: list[ExtentRun]
-    """The extents that it wants."""
+    runs: msgspec.Raw
+    """The extents that it wants, as an encoded list of ExtentRun: equal ones are decoded once."""
     unit_bytes: int
     """Longest unit that the rank takes. The smallest number of any rank counts."""
     timeout_s: float
@@ -30,21 +30,6 @@ class LocalReadPlan(msgspec.Struct, frozen=True, array_like=True):
     """The files that it can read and not all ranks can."""
     host: int = -1
     """Number of the host: equal for ranks that share memory; -1 for a rank that shares none."""
-
-
-class _EncodedReadPlan(msgspec.Struct, frozen=True, array_like=True):
-    """A LocalReadPlan of which the runs were not decoded."""
-
-    address: Address
-    runs: msgspec.Raw
-    unit_bytes: int
-    timeout_s: float
-    held: list[int] = []
-    host: int = -1
-
-    @property
-    def key(self) -> bytes:
-        return bytes(self.runs)
 
 
 class _Reply(NamedTuple):
@@ -76,15 +61,16 @@ def assign(payloads: Sequence[bytes], extents: Extents) -> list[bytes]:
     """Returns the encoded reply to each rank, given the encoded local plans of all. Equal plans and equal replies, as
     thousands of ranks have them, are decoded and encoded once.
     """
-    plans = [msgspec.msgpack.decode(content, type=_EncodedReadPlan) for content in payloads]
-    runs = {encoded: msgspec.msgpack.decode(encoded, type=list[ExtentRun]) for encoded in {plan.key for plan in plans}}
+    plans = [msgspec.msgpack.decode(content, type=LocalReadPlan) for content in payloads]
+    distinct = {bytes(plan.runs) for plan in plans}
+    runs = {encoded: msgspec.msgpack.decode(encoded, type=list[ExtentRun]) for encoded in distinct}
     hosts = _hosts_of(plans)
-    division = divide_reading([runs[plan.key] for plan in plans], extents, [plan.held for plan in plans], hosts)
+    division = divide_reading([runs[bytes(plan.runs)] for plan in plans], extents, [plan.held for plan in plans], hosts)
     unit_bytes, timeout_s = min(plan.unit_bytes for plan in plans), min(plan.timeout_s for plan in plans)
     heartbeat_s = min(timeout_s / _HEARTBEATS_IN_TIMEOUT, _MAX_HEARTBEAT_S)
     parts: dict[int, msgspec.Raw] = {}
     replies: dict[tuple[int, ...], bytes] = {}
-    numbers_of_rank = [*map(tuple, division.groups_of_rank(len(plans)))]
+    numbers_of_rank = [*map(tuple, division.groups_of_rank())]
     for numbers in numbers_of_rank:
         if numbers in replies:
             continue
@@ -102,7 +88,7 @@ def assign(payloads: Sequence[bytes], extents: Extents) -> list[bytes]:
     return [replies[numbers] for numbers in numbers_of_rank]
 
 
-def _hosts_of(plans: Sequence[_EncodedReadPlan]) -> Hosts:
+def _hosts_of(plans: Sequence[LocalReadPlan]) -> Hosts:
     by_host: dict[int, list[int]] = {}
     for rank, plan in enumerate(plans):
         by_host.setdefault(~rank if plan.host < 0 else plan.host, []).append(rank)

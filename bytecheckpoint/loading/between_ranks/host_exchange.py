@@ -52,7 +52,6 @@ class HostExchange:
         activity: Activity,
         is_over: threading.Event,
         *,
-        received: Mapping[int, Sequence[Fetch]],
         takers: Sequence[int],
         global_ranks: Sequence[int],
         limits: WaitLimits,
@@ -61,8 +60,8 @@ class HostExchange:
         self._receiver = receiver
         self._activity = activity
         self._is_over = is_over
-        self._awaited = {rank: {_unit(fetch): fetch for fetch in fetches} for rank, fetches in received.items()}
-        self._num_left = sum(map(len, self._awaited.values()))
+        self._awaited: dict[int, dict[Unit, Fetch]] = {}
+        self._num_left = 0
         self._takers = takers
         self._global_ranks = global_ranks
         self._limits = limits
@@ -74,12 +73,17 @@ class HostExchange:
         """By taker and unit: the part that was announced and not taken yet, and the time of the announcement."""
         self._started_at = self._beat_at = time.monotonic()
         self._checked_at = self._started_at
-        self._seen_at = dict.fromkeys((*self._awaited, *takers), self._started_at)
+        self._seen_at = dict.fromkeys(takers, self._started_at)
         self._may_end = False
         self._lock = threading.Lock()
 
-    def ask(self) -> None:
-        """Asks the other ranks for what this one wants."""
+    def ask(self, received: Mapping[int, Sequence[Fetch]]) -> None:
+        """Asks the other ranks for what this one wants: the units to be `received` from each. Call it once, before
+        `serve`.
+        """
+        self._awaited = {rank: {_unit(fetch): fetch for fetch in fetches} for rank, fetches in received.items()}
+        self._num_left = sum(map(len, self._awaited.values()))
+        self._seen_at.update(dict.fromkeys(received, time.monotonic()))
         for rank, fetches in self._awaited.items():
             message = encode_request({unit: pieces_of(fetch) for unit, fetch in fetches.items()})
             self._send(rank, _REQUEST, start=self._host_ranks.append(message), byte_length=len(message))
@@ -192,15 +196,12 @@ class HostExchange:
         silent = [rank for rank, units in self._awaited.items() if units and now - self._seen_at[rank] > timeout_s]
         if silent:
             raise self._lost(silent, f"passed nothing on for {timeout_s:g} s")
-        waits = [(rank, max(since, self._seen_at[rank])) for (rank, _), (_, since) in self._all_announced()]
+        announced = [*self._announced.items()]  # a copy: other threads change them
+        waits = [(rank, max(since, self._seen_at[rank])) for (rank, _), (_, since) in announced]
         if late := [rank for rank, since in waits if now - since > take_timeout_s]:
             raise self._lost(late, f"took nothing for {take_timeout_s:g} s")
         if self._unasked and now - self._started_at > timeout_s:
             raise self._lost(self._unasked, f"did not connect to this one within {timeout_s:g} s")
-
-    def _all_announced(self) -> Sequence[tuple[tuple[int, Unit], tuple[ArenaPart, float]]]:
-        """Returns a copy of the announcements: other threads change them."""
-        return [*self._announced.items()]
 
     def _lost(self, ranks: Iterable[int], what: str) -> Exception:
         return missing(tuple(sorted({self._global_ranks[rank] for rank in ranks})), what)

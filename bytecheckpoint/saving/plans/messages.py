@@ -47,7 +47,6 @@ class PlanReply(msgspec.Struct, frozen=True, array_like=True):
     """The coordinator's reply to one rank: its part of the global plan, or a request to send more."""
 
     save_id: str = ""
-    plan_id: str = ""
     whole: bytes = b""
     """A bit for each write item of this rank, set if the rank writes all of the item."""
     parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
@@ -95,7 +94,6 @@ def new_replies(save_id: str, plan: SavePlan) -> list[PlanReply]:
             compared[rank].append(list(of_rank))
     return [
         PlanReply(
-            save_id,
             save_id,
             np.packbits(is_whole).tobytes(),
             [(item, *region) for item, region in parts],

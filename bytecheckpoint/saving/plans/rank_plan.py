@@ -29,7 +29,7 @@ class RankPlan:
     """One rank's part of a global plan."""
 
     plan_id: str
-    """Id shared by all ranks that made the plan together."""
+    """Id of the save in which all ranks made the plan together."""
     files: Sequence[PlannedFile]
     """Data files of this rank."""
     compared: Sequence[Sequence[int]]

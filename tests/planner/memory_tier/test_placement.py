@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bytecheckpoint.planner.memory_tier.placement import RankPlace, place_copies
@@ -50,18 +50,22 @@ def test_every_copy_is_in_a_domain_of_its_own(cluster: tuple[list[RankPlace], li
     assert plan == place_copies(places, sizes, copies)
 
 
+RACKS = [(f"{rack}{host}", rack) for rack in "ab" for host in range(5) for _ in range(2)]
+
+
 @given(clusters(), st.integers(2, 3))
+@example(([RankPlace("own", None), *(RankPlace(*place) for place in RACKS)], [0, *[100] * len(RACKS)]), 3)
 def test_no_host_holds_much_more_than_it_must(cluster: tuple[list[RankPlace], list[int]], copies: int) -> None:
     places, sizes = cluster
     hosts = {place.host: place.failure_domain for place in places}
     must = [copies * sum(sizes) / len(hosts)]
-    domains = Counter(hosts.values())
-    for domain, num_hosts in domains.items():
+    for domain in hosts.values():
+        others = Counter(other for other in hosts.values() if other != domain)
         own = sum(size for place, size in zip(places, sizes, strict=True) if place.failure_domain == domain)
-        if len(domains) > 1:
-            must.append(copies * own / (len(hosts) - num_hosts))
-        if len(domains) <= copies:  # every domain holds a copy of all that others have
-            must.append((sum(sizes) - own) / num_hosts)
+        must += [copies * own / others.total()] if others else []
+        # Another domain, however large, holds one copy at most.
+        lefts = [others.total() - num_hosts for num_hosts in others.values()]
+        must += [(copies - 2) * own / left for left in lefts if left]
     most = max(held_by_host(places, place_copies(places, sizes, copies).targets, sizes).values())
     assert most <= (copies - 1) * max(must) + max(sizes) * copies
 

@@ -49,7 +49,7 @@ class ReportContents(NamedTuple):
 
 def checkpoint_page(opened: Opened, summary: ManifestSummary, shown: ReportContents) -> str:
     """Returns the page."""
-    info = describe_checkpoint(opened.manifest, path=opened.path, seconds={})
+    info = describe_checkpoint(opened.manifest, path=opened.path)
     step = "" if info.step is None else f"step {info.step}, "
     saved = f"saved {time_text(info.created_at)}" if info.created_at else "of unknown time"
     made = f"{step}{saved}; this page was made {time_text(datetime.now(UTC))}"
