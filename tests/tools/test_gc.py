@@ -67,6 +67,14 @@ def test_how_old_is_dead_can_be_said(call, root, age, is_dead) -> None:
     assert item["dead"] is is_dead
 
 
+def test_a_change_in_a_year_that_no_calendar_has_is_shown_as_unknown(call, root, monkeypatch) -> None:
+    leave(root, 7, DEAD, age_s=0)
+    add = garbage.GarbageObject.add  # not every file system takes such a time
+    monkeypatch.setattr(garbage.GarbageObject, "add", lambda item, name, size, _: add(item, name, size, 2.0**40))
+    (item,) = call("gc", root, "--json").json["leftovers"]
+    assert (item["changed_at"], item["dead"], item["why"]) == (None, False, "young")
+
+
 def test_a_save_can_be_named_whatever_its_age(call, root) -> None:
     dead, young = leave(root, 7, DEAD, age_s=0), leave(root, 8, YOUNG, age_s=2 * DAY_S)
     (item,) = call("gc", root, "--save-id", DEAD, "--delete", "--json").json["leftovers"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
+from contextlib import suppress
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,6 +39,15 @@ def short_count(number: int) -> str:
         if number >= limit:
             return f"{number / limit:.2f} {unit}"
     return f"{number:,}"
+
+
+def utc_of(seconds: float) -> datetime | None:
+    """Returns a time given in seconds since 1970, without fractions; None for one outside of the years 1 to 9999, which
+    a file or a record may have.
+    """
+    with suppress(OverflowError, ValueError, OSError):
+        return datetime.fromtimestamp(int(seconds), UTC)
+    return None
 
 
 def time_text(when: datetime | None) -> str:
