@@ -109,11 +109,13 @@ class Program(click.Group):
             code = super().main(arguments, prog_name or "bcp", **extra)
         except click.Abort as error:
             done = str(error) or "no committed checkpoint was changed"
-            code = _report("interrupted", f"interrupted; {done}", None, as_json=as_json)
+            _report("interrupted", f"interrupted; {done}", None, as_json=as_json)
+            code = exit_codes.INTERRUPTED
         except click.ClickException as error:
             context = getattr(error, "ctx", None)
             command = context.command_path if context else "bcp"
-            code = _report("usage", f"{error.format_message()} (`{command} --help` tells more)", None, as_json=as_json)
+            _report("usage", f"{error.format_message()} (`{command} --help` tells more)", None, as_json=as_json)
+            code = exit_codes.USAGE
         except CheckpointError as error:
             _report(error.kind, error.message, error.path, as_json=as_json)
             code = exit_codes.code_of(error)
@@ -166,16 +168,13 @@ def _complete(words: Sequence[str]) -> NoReturn:
     sys.exit(exit_codes.FINE)
 
 
-def _report(kind: str, message: str, path: str | None, *, as_json: bool) -> int:
-    """Prints an error, if it can. Returns the exit code for an interruption or a usage error; for a CheckpointError,
-    callers take `exit_codes.code_of`.
-    """
+def _report(kind: str, message: str, path: str | None, *, as_json: bool) -> None:
+    """Prints an error, if it can."""
     with suppress(OSError):  # the exit code still tells
         if as_json:
             click.echo(json.dumps({"error": {"kind": kind, "message": message, "path": path}}))
         else:
             click.echo(f"error: {printable(' '.join(message.split()))}", err=True)
-    return exit_codes.INTERRUPTED if kind == "interrupted" else exit_codes.USAGE
 
 
 @click.group(
