@@ -21,7 +21,7 @@ from ..arguments import AccessOptions, with_limit_option, with_output_options
 from ..completion.param_types import StoredPath
 from ..render.number_format import count_text, size_text
 from ..render.terminal import Screen, print_json, without
-from .ls_table import COLUMN_NAMES, ListTable, sort_rows
+from .ls_table import COLUMN_NAMES, named_columns, print_table, sort_rows
 
 _EXAMPLE = """\b
 Example:
@@ -70,9 +70,9 @@ def ls(
         sole = find_checkpoint(root, "latest", Opening(access.storage_options))  # or raises with what is there instead
         listing = CheckpointList([read_checkpoint(sole, None) or _raise_gone(sole)], listing.not_listed)
     if sort:
-        runs = _runs(listing.checkpoints)
         in_order = sort_rows(listing.checkpoints, sort, is_reversed=reverse)
-        listing = listing._replace(checkpoints=sorted(in_order, key=lambda item: runs.index(item.run)))
+        by_run = _by_run(in_order)
+        listing = listing._replace(checkpoints=[item for run in _by_run(listing.checkpoints) for item in by_run[run]])
     found = listing.checkpoints
     if as_json:
         print_json(
@@ -116,15 +116,14 @@ def _raise_gone(found: FoundCheckpoint) -> ListedCheckpoint:
 def _print(root: str, listing: CheckpointList, columns: Sequence[str], *, limit: int) -> None:
     screen = Screen()
     found = listing.checkpoints
-    tables = {run: ListTable.of(found, columns, run=run) for run in _runs(found)}
+    named = named_columns(found, columns)
     screen.line(f"{root}: {_totals(found)}", style="bold")
     now = datetime.now(UTC)
-    for run, table in tables.items():
-        of_run = [item for item in found if item.run == run]
+    for run, of_run in _by_run(found).items():
         screen.line()
         if run:
             screen.line(f"{run}: {_totals(of_run)}")
-        table.print(screen, of_run, now, limit=limit)
+        print_table(screen, of_run, named, now, limit=limit)
     for item in found:
         if item.problem:
             screen.paragraph(item.problem, style="yellow" if item.is_refused else "red")
@@ -136,8 +135,11 @@ def _print(root: str, listing: CheckpointList, columns: Sequence[str], *, limit:
         screen.paragraph(f"not looked into: {shown}: give one of them as ROOT", style="yellow")
 
 
-def _runs(found: Sequence[ListedCheckpoint]) -> list[str]:
-    return list(dict.fromkeys(item.run for item in found))
+def _by_run(found: Sequence[ListedCheckpoint]) -> dict[str, list[ListedCheckpoint]]:
+    by_run: dict[str, list[ListedCheckpoint]] = {}
+    for item in found:
+        by_run.setdefault(item.run, []).append(item)
+    return by_run
 
 
 def _totals(found: Sequence[ListedCheckpoint]) -> str:

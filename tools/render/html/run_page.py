@@ -88,7 +88,10 @@ def _state(item: ListedCheckpoint) -> str:
 
 
 def _by_run(rows: Sequence[RunRow]) -> Mapping[str, Sequence[RunRow]]:
-    return {run: [row for row in rows if row.item.run == run] for run in dict.fromkeys(row.item.run for row in rows)}
+    by_run: dict[str, list[RunRow]] = {}
+    for row in rows:
+        by_run.setdefault(row.item.run, []).append(row)
+    return by_run
 
 
 def _metric(name: str) -> _Value:
