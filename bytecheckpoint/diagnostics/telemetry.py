@@ -199,9 +199,10 @@ def first_call(ranks: Sequence[RankRecord]) -> float:
     return min(record.started_at for record in ranks)
 
 
-def end_of(record: RankRecord, ranks: Sequence[RankRecord]) -> float:
-    """Returns the time at which a rank ended, in seconds since the earliest call of any rank."""
-    return record.started_at - first_call(ranks) + record.end
+def last_end(ranks: Sequence[RankRecord]) -> float:
+    """Returns the end of the last phase of any rank, in seconds since the earliest call of any."""
+    first = first_call(ranks)
+    return max(record.started_at - first + record.end for record in ranks)
 
 
 def slowest_ranks(ranks: Sequence[RankRecord], phases: Sequence[Phase], count: int) -> list[SlowRank]:

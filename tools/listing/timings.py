@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from bytecheckpoint.diagnostics.telemetry import RankRecord, end_of, phases_of, read_save_records
+from bytecheckpoint.diagnostics.telemetry import RankRecord, last_end, phases_of, read_save_records
 from bytecheckpoint.errors import StorageError, UnsafeCheckpointError
 from bytecheckpoint.storage.store import Store
 
@@ -76,7 +76,7 @@ def with_timings(
         created_at=item.created_at,
         num_bytes=item.num_bytes,
         num_ranks=item.world_size,
-        seconds=max((end_of(record, ranks) for record in ranks), default=None),
+        seconds=last_end(ranks) if ranks else None,
         stall_seconds=max((record.seconds["stall"] for record in ranks if "stall" in record.seconds), default=None),
         slowest_phase=slowest and slowest.name,
         slowest_phase_seconds=slowest and slowest.max_s,

@@ -17,8 +17,8 @@ from bytecheckpoint.diagnostics.telemetry import (
     RankRow,
     SaveRecords,
     SlowRank,
-    end_of,
     first_call,
+    last_end,
     rank_rows,
 )
 from bytecheckpoint.errors import and_more
@@ -68,7 +68,7 @@ def _print_header(screen: Screen, opened: Opened, records: SaveRecords) -> None:
     missing = (info.world_size or 0) - len(ranks)
     hosts = sorted({record.host for record in ranks})
     written = sum(record.num_bytes for record in ranks)
-    lasted = max(end_of(record, ranks) for record in ranks)
+    lasted = last_end(ranks)
     rows = [
         ("called", time_text(started)),
         ("ranks", f"{len(ranks):,}" + (f", {count_text(missing, 'other')} without telemetry" if missing > 0 else "")),
