@@ -146,7 +146,7 @@ def test_what_could_not_be_removed_is_not_called_removed(call, root, monkeypatch
 
 def test_uploads_that_may_not_be_listed_are_told_and_the_rest_is_done(call, root, monkeypatch) -> None:
     dead = leave(root, 7, DEAD, age_s=2 * DAY_S)
-    monkeypatch.setattr(garbage, "_pending_uploads", lambda _store, _folder: ([], "not allowed to list uploads"))
+    monkeypatch.setattr(garbage, "pending_uploads", lambda _store, _folder: ([], "not allowed to list uploads"))
     assert "unfinished uploads were not looked for: not allowed to list uploads" in call("gc", root).out
     ended = call("gc", root, "--delete", "--json")
     assert ended.code == 0
