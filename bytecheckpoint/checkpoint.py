@@ -86,7 +86,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
     @cached_property
     def info(self) -> CheckpointInfo:
         """Step, size, number of tensors, world size, time, metadata and save id."""
-        return describe_checkpoint(self.manifest, path=self._path, seconds={})
+        return describe_checkpoint(self.manifest, path=self._path)
 
     @property
     def step(self) -> int | None:

@@ -201,10 +201,8 @@ def _facts_html(facts: CheckpointInfo | LocalInfo | RecoveredSave | DataReport |
     return facts_html(type(facts).__name__, shown)
 
 
-def describe_checkpoint(
-    manifest: Manifest | ManifestOutline, *, path: str, seconds: Mapping[str, float]
-) -> CheckpointInfo:
-    """Returns the facts of a manifest as the public functions return them."""
+def describe_checkpoint(manifest: Manifest | ManifestOutline, *, path: str) -> CheckpointInfo:
+    """Returns the facts of a manifest as the public functions return them, without those of a save."""
     outline = manifest.outline if isinstance(manifest, Manifest) else manifest
     provenance = outline.provenance
     created = provenance.get("created_at")
@@ -219,7 +217,6 @@ def describe_checkpoint(
         world_size=world_size if isinstance(world_size, int) else None,
         created_at=_parse_time(created) if isinstance(created, str) else None,
         metadata=outline.metadata,
-        seconds=seconds,
     )
 
 

@@ -17,6 +17,7 @@ from click.shell_completion import CompletionItem
 
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint, manifest_of
+from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.loading.links import Files, files_of, opening_at
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.backends.posix_errors import describe
@@ -41,6 +42,10 @@ class Opened(NamedTuple):
     manifest: Manifest
     path: str
     """Path for people: without credentials."""
+
+    @property
+    def info(self) -> CheckpointInfo:
+        return describe_checkpoint(self.manifest, path=self.path)
 
 
 class AccessOptions(NamedTuple):

@@ -66,7 +66,7 @@ class CheckpointPlace(NamedTuple):
 
     def read_info(self) -> CheckpointInfo:
         """Raises like `layout.read_manifest`."""
-        return describe_checkpoint(layout.read_manifest(self.store, self.folder), path=self.path, seconds={})
+        return describe_checkpoint(layout.read_manifest(self.store, self.folder), path=self.path)
 
 
 @click.command(epilog=_RM_EXAMPLE)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.info import describe_checkpoint
 from bytecheckpoint.runtime.gc_pause import gc_paused
 
 from . import exit_codes
@@ -233,7 +232,7 @@ def _read_stats(opened: Opened, tensors: Sequence[TensorEntry]) -> dict[str, Ten
 
 def _summary_json(opened: Opened, summary: ManifestSummary) -> dict[str, Any]:
     manifest = opened.manifest
-    info = describe_checkpoint(manifest, path=opened.path, seconds={})
+    info = opened.info
     return {
         **{name: getattr(info, name) for name in ("path", "format", "step", "save_id")},
         "created_at": manifest.provenance.get("created_at"),

@@ -21,7 +21,6 @@ from bytecheckpoint.diagnostics.telemetry import (
     slowest_ranks,
 )
 from bytecheckpoint.errors import CheckpointNotFoundError
-from bytecheckpoint.info import describe_checkpoint
 
 from . import exit_codes
 from .arguments import (
@@ -109,7 +108,7 @@ def _as_json(
         "path": opened.path,
         "step": manifest.step,
         "save_id": manifest.save_id,
-        "world_size": describe_checkpoint(manifest, path=opened.path, seconds={}).world_size,
+        "world_size": opened.info.world_size,
         "started_at": None if started_at is None else datetime.fromtimestamp(started_at, UTC),
         "committed_at": manifest.provenance.get("created_at"),
         "seconds": last_end(ranks) if ranks else None,

@@ -215,7 +215,7 @@ def find_checkpoint(store: Store, choose: Callable[[Sequence[StepInfo]], Sequenc
         with suppress(CheckpointNotFoundError):
             manifest = layout.read_manifest(store, folder)
             if manifest.save_id == found.save_id:
-                info = describe_checkpoint(manifest, path=join_name(str(store), folder), seconds={})
+                info = describe_checkpoint(manifest, path=join_name(str(store), folder))
                 return replace(info, metrics=found.metrics)
     raise StorageError(
         f"{_ATTEMPTS} times the checkpoint that was looked for in {store} was deleted or replaced before it was read; "
@@ -275,7 +275,7 @@ def _read_step(reading: _Reading, step: int, abandoned_save_id: str) -> StoredSt
     record = next((record for record in reports if _is_of_save(record)), None)
     try:
         if reading.reads_manifests or record is None or len({report.save_id for report in reports}) > 1:
-            found = _record_of(describe_checkpoint(layout.read_manifest(store, folder), path=folder, seconds={}))
+            found = _record_of(describe_checkpoint(layout.read_manifest(store, folder), path=folder))
             record = next((item for item in reports if item.save_id == found.save_id and _is_of_save(item)), None)
         else:
             found = record

@@ -156,7 +156,7 @@ def encode_manifest_and_info(
         written = agreed.rank_plan.written
         if written is not None:  # decoded columns are faster to encode
             agreed.rank_plan.written = replace(written, tensors=decoded.tensors)
-        info = describe_checkpoint(decoded, path=target.path, seconds={})
+        info = describe_checkpoint(decoded, path=target.path)
         return content, msgspec.msgpack.encode(
             replace(info, reused_bytes=sum(each.reused_bytes for each in timed_reports))
         )

@@ -210,7 +210,7 @@ def read_checkpoint(
     folder, path = found.folder, found.path
     own_format = found.foreign.format if found.foreign else OWN_FORMAT
     try:
-        info = describe_checkpoint(outline_of(found), path=path, seconds={})
+        info = describe_checkpoint(outline_of(found), path=path)
     except (
         CheckpointCorruptError,
         CheckpointMismatchError,

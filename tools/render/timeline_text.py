@@ -22,7 +22,6 @@ from bytecheckpoint.diagnostics.telemetry import (
     rank_rows,
 )
 from bytecheckpoint.errors import and_more
-from bytecheckpoint.info import describe_checkpoint
 
 from ..arguments import Opened
 from .number_format import count_text, shortened, size_text, time_text
@@ -64,7 +63,7 @@ def _print_header(screen: Screen, opened: Opened, records: SaveRecords) -> None:
     ranks = records.ranks
     first = first_call(ranks)
     started = datetime.fromtimestamp(first, UTC)
-    info = describe_checkpoint(opened.manifest, path=opened.path, seconds={})
+    info = opened.info
     missing = (info.world_size or 0) - len(ranks)
     hosts = sorted({record.host for record in ranks})
     written = sum(record.num_bytes for record in ranks)

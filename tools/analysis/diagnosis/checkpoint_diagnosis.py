@@ -99,7 +99,7 @@ def _no_checkpoint(path: str, opening: Opening, error: CheckpointError) -> Check
 def _checkpoint(
     path: str, found: FoundCheckpoint, manifest: Manifest, storage_options: Mapping[str, Any]
 ) -> CheckpointDiagnosis:
-    info = describe_checkpoint(manifest, path=found.path, seconds={})
+    info = describe_checkpoint(manifest, path=found.path)
     shown = path if is_plain_path(path) else showable_url(path)  # output is pasted into issues
     parts = find_parts(manifest)
     values = _top_values(manifest)

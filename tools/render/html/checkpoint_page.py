@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from bytecheckpoint.diagnostics.telemetry import SaveRecords, phases_of, slowest_ranks
-from bytecheckpoint.info import describe_checkpoint
 from bytecheckpoint.manifest import TensorRecord
 
 from ...analysis.module_tree import build_tree
@@ -49,7 +48,7 @@ class ReportContents(NamedTuple):
 
 def checkpoint_page(opened: Opened, summary: ManifestSummary, shown: ReportContents) -> str:
     """Returns the page."""
-    info = describe_checkpoint(opened.manifest, path=opened.path, seconds={})
+    info = opened.info
     step = "" if info.step is None else f"step {info.step}, "
     saved = f"saved {time_text(info.created_at)}" if info.created_at else "of unknown time"
     made = f"{step}{saved}; this page was made {time_text(datetime.now(UTC))}"
