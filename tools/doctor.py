@@ -27,7 +27,7 @@ from .analysis.recommend import CompressionSpeed, Recommendation, measure_compre
 from .arguments import AccessOptions, at_home_folder, finite, with_output_options
 from .completion.param_types import StoredPath
 from .render.diagnosis_text import print_diagnosis
-from .render.number_format import size_text
+from .render.number_format import rate_text, size_text
 from .render.terminal import LAST_DROP, Column, Screen, print_json, without
 
 _MiB = 1 << 20
@@ -314,6 +314,6 @@ def _print_speeds(screen: Screen, title: str, speeds: Sequence[Speed]) -> None:
     rows = []
     for part_bytes in sorted({speed.part_bytes for speed in speeds}):
         by_threads = {speed.threads: speed for speed in speeds if speed.part_bytes == part_bytes}
-        cells = [f"{size_text(by_threads[count].bytes_per_s)}/s" if count in by_threads else "-" for count in threads]
+        cells = [rate_text(by_threads[count].bytes_per_s) if count in by_threads else "-" for count in threads]
         rows.append([size_text(part_bytes), *cells])
     screen.table(columns, rows)

@@ -85,8 +85,7 @@ def ls(
         )
     else:
         _print(str(store), listing, columns, limit=limit)
-    is_damaged = any(item.problem and not item.is_refused for item in found)
-    return exit_codes.CORRUPT if is_damaged else exit_codes.FINE
+    return exit_codes.CORRUPT if any(item.is_damaged for item in found) else exit_codes.FINE
 
 
 def _mixed_root_warning(found: Sequence[ListedCheckpoint]) -> str | None:
@@ -126,7 +125,7 @@ def _print(root: str, listing: CheckpointList, columns: Sequence[str], *, limit:
         print_table(screen, of_run, named, now, limit=limit)
     for item in found:
         if item.problem:
-            screen.paragraph(item.problem, style="yellow" if item.is_refused else "red")
+            screen.paragraph(item.problem, style="red" if item.is_damaged else "yellow")
     warning = _mixed_root_warning(found)
     if warning:
         screen.paragraph(warning, style="yellow")

@@ -8,14 +8,11 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
-from bytecheckpoint.info import OWN_FORMAT
 
 from ..analysis.checkpoint_list import ListedCheckpoint
 from ..render.metric_columns import MetricColumns, metric_text
 from ..render.number_format import age_text, count_text, size_text, time_text
 from ..render.terminal import LAST_DROP, Column, Screen
-
-_NOT_COMMITTED = "not committed"
 
 
 class ListColumn(NamedTuple):
@@ -25,16 +22,6 @@ class ListColumn(NamedTuple):
     cell: Callable[[ListedCheckpoint, datetime], str]
     key: Callable[[ListedCheckpoint], Any]
     """Returns None for a checkpoint that has no such value: it stands last in any order."""
-
-
-def _state(item: ListedCheckpoint) -> str:
-    if item.problem:
-        return "refused" if item.is_refused else "damaged"
-    if not item.committed:
-        return _NOT_COMMITTED
-    if item.is_pinned or item.leased_until:
-        return "pinned" if item.is_pinned else "leased"
-    return "committed" if item.format == OWN_FORMAT else item.format
 
 
 def _number(value: int | None) -> str:
@@ -79,7 +66,7 @@ _AFTER_METRICS = {
         lambda item, _: item.name or ".",
         lambda item: item.name,
     ),
-    "state": ListColumn(Column("state", is_whole=True), lambda item, _: _state(item), _state),
+    "state": ListColumn(Column("state", is_whole=True), lambda item, _: item.state, lambda item: item.state),
 }
 _ON_REQUEST = {
     "format": ListColumn(

@@ -11,7 +11,7 @@ from bytecheckpoint.errors import StorageError, UnsafeCheckpointError
 from bytecheckpoint.storage.store import Store
 
 from ..analysis.checkpoint_list import ListedCheckpoint
-from ..render.number_format import count_text, size_text, time_text
+from ..render.number_format import count_text, rate_text, size_text, time_text
 from ..render.timeline_text import seconds_text
 
 
@@ -52,7 +52,7 @@ class TimedCheckpoint:
             return f"{name}  DAMAGED: {self.problem}"
         if self.seconds is None:
             return f"{what}  (no timings)"
-        rate = f"{size_text(self.num_bytes / max(self.seconds, 1e-9))}/s"
+        rate = rate_text(self.num_bytes, self.seconds)
         stall = "" if self.stall_seconds is None else f", stall {seconds_text(self.stall_seconds)}"
         slowest = f", {self.slowest_phase} {seconds_text(self.slowest_phase_seconds or 0.0)}"
         of_rank = f" on rank {self.slowest_rank}" if (self.num_ranks or 1) > 1 else ""

@@ -22,6 +22,11 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes:.1f} {_UNITS[power]}" if power else f"{num_bytes:.0f} B"
 
 
+def rate_text(num_bytes: float, seconds: float = 1.0) -> str:
+    """Returns `1.5 MiB/s`, for bytes that took so many seconds."""
+    return f"{size_text(num_bytes / max(seconds, 1e-9))}/s"
+
+
 def count_text(number: int, noun: str = "") -> str:
     """Returns `1,234 tensors`, `1 tensor`."""
     return f"{number:,}" + (f" {noun}" + "s" * (number != 1) if noun else "")

@@ -24,7 +24,7 @@ from bytecheckpoint.diagnostics.telemetry import (
 from bytecheckpoint.errors import and_more
 
 from ..arguments import Opened
-from .number_format import count_text, shortened, size_text, time_text
+from .number_format import count_text, rate_text, shortened, size_text, time_text
 from .terminal import LAST_DROP, Column, Screen, StyledCell, TableShape
 
 _NAME = "bold cyan"
@@ -72,7 +72,7 @@ def _print_header(screen: Screen, opened: Opened, records: SaveRecords) -> None:
         ("called", time_text(started)),
         ("ranks", f"{len(ranks):,}" + (f", {count_text(missing, 'other')} without telemetry" if missing > 0 else "")),
         ("hosts", and_more([shortened(host, _MAX_NAME) for host in hosts], 4)),
-        ("written", f"{size_text(written)} in {seconds_text(lasted)} ({size_text(written / max(lasted, 1e-9))}/s)"),
+        ("written", f"{size_text(written)} in {seconds_text(lasted)} ({rate_text(written, lasted)})"),
     ]
     if info.created_at is not None and info.created_at.tzinfo:
         rows.append(("committed", time_text(info.created_at)))

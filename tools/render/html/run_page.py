@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from ...analysis.checkpoint_list import ListedCheckpoint
 from ..metric_columns import MetricColumns, metric_text
-from ..number_format import count_text, size_text, time_text
+from ..number_format import count_text, rate_text, size_text, time_text
 from ..terminal import Column, TableShape
 from ..timeline_text import seconds_text
 from .elements import tag, text
@@ -67,7 +67,7 @@ def _sections(rows: Sequence[RunRow]) -> Iterator[str]:
         _chart("Size", runs, lambda row: row.item.num_bytes, size_text, base=1024),
         _chart("Seconds from the call to the last write", runs, lambda row: row.timings.seconds, seconds_text),
         _chart("Stall of asynchronous saves", runs, lambda row: row.timings.stall_seconds, seconds_text),
-        _chart("Rate", runs, lambda row: row.rate, lambda rate: f"{size_text(rate)}/s", base=1024),
+        _chart("Rate", runs, lambda row: row.rate, rate_text, base=1024),
     ]
     names = sorted({name for row in rows for name in row.item.metrics})
     charts += [_chart(name, runs, _metric(name), metric_text) for name in names[:_MAX_CHARTS]]
@@ -77,14 +77,8 @@ def _sections(rows: Sequence[RunRow]) -> Iterator[str]:
         yield section("Over the steps", names_of_runs, *charts, left_out)
     for row in rows:
         if row.item.problem:
-            yield note(f"{row.item.path} is {_state(row.item)}: {row.item.problem}")
+            yield note(f"{row.item.path} is {row.item.state}: {row.item.problem}")
     yield section("Checkpoints", listing(_shape(rows, has_runs=len(runs) > 1), rows, limit=_MAX_ROWS))
-
-
-def _state(item: ListedCheckpoint) -> str:
-    if item.problem:
-        return "refused" if item.is_refused else "damaged"
-    return "pinned" if item.is_pinned else "committed"
 
 
 def _by_run(rows: Sequence[RunRow]) -> Mapping[str, Sequence[RunRow]]:
@@ -141,12 +135,12 @@ def _shape(rows: Sequence[RunRow], *, has_runs: bool) -> TableShape:
             size_text(item.num_bytes),
             "-" if item.world_size is None else str(item.world_size),
             took,
-            "-" if row.rate is None else f"{size_text(row.rate)}/s",
+            "-" if row.rate is None else rate_text(row.rate),
             stall,
             f"{timings.slowest_phase}{of_rank}" if timings.slowest_phase else "-",
             *metrics.cells(item.metrics),
             time_text(item.created_at),
-            _state(item),
+            item.state,
         ]
 
     return TableShape(columns, cells)
