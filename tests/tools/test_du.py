@@ -11,6 +11,7 @@ from checkpoint_files import flip
 from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
+from bytecheckpoint.storage.backends.local_store import LocalStore
 
 
 def bytes_of(folder) -> int:
@@ -125,6 +126,17 @@ def test_a_file_of_another_format(call, tmp_path, where) -> None:
     found = call("du", tmp_path / "w.pt" if where == "file" else tmp_path, "--json").json
     assert found["num_bytes"] == (tmp_path / "w.pt").stat().st_size
     assert found["entries"] == [{"name": "w", "num_bytes": 200, "tied_num_bytes": 0}]
+
+
+@pytest.mark.parametrize("command", ["ls", "du"])
+def test_files_beside_one_another_are_read_without_a_listing_for_each(call, tmp_path, monkeypatch, command) -> None:
+    for number in range(20):
+        torch.save({"weight": torch.ones(2)}, tmp_path / f"{number}.pt")
+    listed = []
+    list_folder = LocalStore.list
+    monkeypatch.setattr(LocalStore, "list", lambda store, name: (listed.append(name), list_folder(store, name))[1])
+    assert len(call(command, tmp_path, "--json").json["checkpoints"]) == 20
+    assert len(listed) < 10
 
 
 def test_what_is_left_of_a_folder_of_another_format_is_counted(call, tmp_path) -> None:

@@ -79,7 +79,7 @@ def du(*, path: str, limit: int, access: AccessOptions, as_json: bool) -> int:
     if not spaces:
         found = find_checkpoint(path, "latest", Opening(access.storage_options))  # or raises with what is there instead
         item = read_checkpoint(found, None)
-        spaces = [space_of(found, item)] if item else []
+        spaces = [space_of(found, item, found.store.list)] if item else []
     spaces.sort(key=lambda space: -space.stored_num_bytes)
     entries = sum_entries(spaces)
     if as_json:
