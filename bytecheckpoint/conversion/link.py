@@ -14,7 +14,7 @@ from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.loading.links import sample_ranges, take_sample
 from bytecheckpoint.loading.plain_trees import PlainData
 from bytecheckpoint.loading.select import Selection, SelectionRequest, select
-from bytecheckpoint.manifest import Manifest, TensorRecord, decode_manifest, encode_manifest, tensor_record
+from bytecheckpoint.manifest import DataFile, Manifest, TensorRecord, decode_manifest, encode_manifest, tensor_record
 from bytecheckpoint.name_maps.rewrite_manifest import refuse_zeros
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.saving.report import provenance_of
@@ -90,14 +90,14 @@ def write_link(store: Store, manifest: Manifest, *, overwrite: bool) -> int:
     return len(content)
 
 
-def check_reachable(store: Store, folder: str, manifest: Manifest, *, path: str) -> None:
-    """Checks that a link leads to all of its files, which are in this folder.
+def check_reachable(store: Store, folder: str, manifest: Manifest, *, path: str, threads: int) -> None:
+    """Checks that a link leads to all of its files, which are in this folder, by reading a byte of each.
 
     Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError (truncated) or UnsafeCheckpointError
     (path_escape).
     """
-    layout.check_files(store, folder, manifest, range(len(manifest.files)))
-    for file in manifest.files:
+
+    def read_byte(file: DataFile) -> None:
         byte = bytearray(min(1, file.byte_length))
         try:
             store.read_into(join_name(folder, file.name), 0, memoryview(byte))
@@ -108,6 +108,9 @@ def check_reachable(store: Store, folder: str, manifest: Manifest, *, path: str)
                 kind=error.kind,
                 path=path,
             ) from error
+
+    layout.check_files(store, folder, manifest, range(len(manifest.files)))
+    run_jobs(read_byte, manifest.files, num_threads=threads)
 
 
 def _below(source: str, target: str) -> str | None:
