@@ -216,8 +216,7 @@ def _read_histograms(opened: Opened, tensors: Sequence[TensorEntry], *, is_selec
 
     largest = tensors if is_selected else sorted(tensors, key=lambda tensor: -tensor.num_bytes)[:_NUM_HISTOGRAMS]
     stats = _read_stats(opened, largest)
-    num_bytes = sum(tensor.num_elements * itemsize(tensor.dtype) for tensor in largest)
-    with byte_progress("reading again", num_bytes) as on_progress:
+    with byte_progress("reading again", _bytes_of(largest)) as on_progress:
         return histograms_of(opened, stats, on_progress=on_progress)
 
 
@@ -225,9 +224,13 @@ def _read_stats(opened: Opened, tensors: Sequence[TensorEntry]) -> dict[str, Ten
     from .analysis.tensor_stats import tensor_stats  # noqa: PLC0415 - as above
 
     stored = list(dict.fromkeys(tensor.stored_fqn for tensor in tensors))
-    num_bytes = sum({tensor.stored_fqn: tensor.num_elements * itemsize(tensor.dtype) for tensor in tensors}.values())
-    with byte_progress("reading", num_bytes) as on_progress:
+    with byte_progress("reading", _bytes_of(tensors)) as on_progress:
         return tensor_stats(opened, stored, on_progress=on_progress)
+
+
+def _bytes_of(tensors: Sequence[TensorEntry]) -> int:
+    """Returns the bytes of the elements; those of tied tensors, which are read once, count once."""
+    return sum({tensor.stored_fqn: tensor.num_elements * itemsize(tensor.dtype) for tensor in tensors}.values())
 
 
 def _summary_json(opened: Opened, summary: ManifestSummary) -> dict[str, Any]:
