@@ -37,7 +37,6 @@ from .render.terminal import Screen, print_json, without
 from .render.timeline_text import chrome_trace, print_timeline
 
 _DEFAULT_ROWS = 32
-_NUM_SLOWEST = 5
 
 _EXAMPLE = """\b
 Example:
@@ -85,7 +84,7 @@ def timeline(
             path=opened.path,
         )
     phases = phases_of(records.ranks)
-    slowest = slowest_ranks(records.ranks, phases, _NUM_SLOWEST) if records.ranks else []
+    slowest = slowest_ranks(records.ranks, phases) if records.ranks else []
     if trace_path is not None:
         write_text(trace_path, json.dumps(chrome_trace(records.ranks, path=opened.path)))
     if as_json:

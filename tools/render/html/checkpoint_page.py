@@ -29,7 +29,6 @@ from .save_charts import gantt, heat_map
 _MAX_ROWS = 400
 _MAX_TENSORS = 2000
 _MAX_PICTURES = 12
-_NUM_SLOWEST = 5
 
 
 class ReportContents(NamedTuple):
@@ -134,7 +133,7 @@ def _save(records: SaveRecords) -> Iterator[str]:
         yield note("The checkpoint has no telemetry that can be decoded.")
         return
     phases = phases_of(records.ranks)
-    slowest = slowest_ranks(records.ranks, phases, _NUM_SLOWEST)
+    slowest = slowest_ranks(records.ranks, phases)
     if records.unreadable:
         num_files = len({item.name for item in records.unreadable})
         yield note(f"{count_text(num_files, 'telemetry file')} could not be read whole: ranks are missing here.")
