@@ -27,7 +27,8 @@ def link_manifest(
     view: MappedView, request: SelectionRequest, *, source: str, target: str
 ) -> tuple[Manifest, Selection]:
     """Returns the manifest to write in the folder `target`, for files below the folder `source`, and the selection that
-    it holds. Both folders are paths or URLs as stores show them.
+    it holds; of an HF target, which has tensors alone, without plain data. Both folders are paths or URLs as stores
+    show them.
 
     Raises CheckpointMismatchError (conflict) if the request needs more than a manifest.
     """
@@ -40,7 +41,7 @@ def link_manifest(
     refuse_zeros(manifest)
     selection = select(manifest, request, view.names_of_map)
     selection = replace(selection, left_out=[*view.left_out, *selection.left_out])
-    plain = PlainData(manifest, selection, request)
+    plain = None if request.to == "hf" else PlainData(manifest, selection, request)
     inside = _below(source, target)
     prefix = "" if inside is None else inside
     used = _used_files(manifest, selection)
@@ -53,8 +54,8 @@ def link_manifest(
         files=[manifest.files[file]._replace(name=join_name(prefix, manifest.files[file].name)) for file in used],
         tensors=_records(manifest, selection, numbers),
         aliases=selection.aliases,
-        objects=plain.objects(),
-        rank_objects=plain.rank_objects(),
+        objects=plain.objects() if plain else {},
+        rank_objects=plain.rank_objects() if plain else {},
         metadata=manifest.metadata,
         provenance={**provenance_of(1), "linked_from": manifest.foreign_format or OWN_FORMAT},
     )
