@@ -11,7 +11,10 @@ from checkpoint_files import flip
 from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
+from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.tools.listing import space
 
 
 def bytes_of(folder) -> int:
@@ -126,6 +129,19 @@ def test_a_file_of_another_format(call, tmp_path, where) -> None:
     found = call("du", tmp_path / "w.pt" if where == "file" else tmp_path, "--json").json
     assert found["num_bytes"] == (tmp_path / "w.pt").stat().st_size
     assert found["entries"] == [{"name": "w", "num_bytes": 200, "tied_num_bytes": 0}]
+
+
+def test_one_that_is_deleted_meanwhile_does_not_hide_the_others(call, root, monkeypatch) -> None:
+    bcp.save(root, {"x": 1}, step=7)
+    read = space.manifest_of
+
+    def read_without_7(found: FoundCheckpoint) -> Manifest:
+        if found.folder.endswith("7"):
+            bcp.delete(root, step=7)
+        return read(found)
+
+    monkeypatch.setattr(space, "manifest_of", read_without_7)
+    assert sorted(item["step"] for item in call("du", root, "--json").json["checkpoints"]) == [5, 1000]
 
 
 @pytest.mark.parametrize("command", ["ls", "du"])

@@ -269,6 +269,15 @@ def read_checkpoint(
     )
 
 
+def read_sole(found: FoundCheckpoint) -> ListedCheckpoint:
+    """Describes a checkpoint that stands alone. Raises CheckpointNotFoundError (not_found) if it was deleted since."""
+    item = read_checkpoint(found, None)
+    if item is None:
+        what = f"{found.path} was there and is gone, or a file of it is"
+        raise CheckpointNotFoundError(what, kind="not_found", path=found.path)
+    return item
+
+
 def _lease_end(store: Store, folder: str) -> datetime | None:
     end = datetime.fromtimestamp(step_records.leased_until(store, folder), UTC)
     return end if end > datetime.now(UTC) else None

@@ -9,14 +9,14 @@ from datetime import UTC, datetime
 import click
 
 from bytecheckpoint.errors import CheckpointNotFoundError, and_more
-from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, Opening, find_checkpoint
+from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
 
 from .. import exit_codes
-from ..analysis.checkpoint_list import CheckpointList, ListedCheckpoint, list_checkpoints, read_checkpoint
+from ..analysis.checkpoint_list import CheckpointList, ListedCheckpoint, list_checkpoints, read_sole
 from ..arguments import AccessOptions, with_limit_option, with_output_options
 from ..completion.param_types import StoredPath
 from ..render.number_format import count_text, size_text
@@ -68,7 +68,7 @@ def ls(
         listing = list_checkpoints(store)
     if not listing.checkpoints:
         sole = find_checkpoint(root, "latest", Opening(access.storage_options))  # or raises with what is there instead
-        listing = CheckpointList([read_checkpoint(sole, None) or _raise_gone(sole)], listing.not_listed)
+        listing = CheckpointList([read_sole(sole)], listing.not_listed)
     if sort:
         in_order = sort_rows(listing.checkpoints, sort, is_reversed=reverse)
         by_run = _by_run(in_order)
@@ -104,12 +104,6 @@ def _mixed_root_warning(found: Sequence[ListedCheckpoint]) -> str | None:
                 f"--step none or --step {steps[-1]}. Move one of the two to a path of its own."
             )
     return None
-
-
-def _raise_gone(found: FoundCheckpoint) -> ListedCheckpoint:
-    raise CheckpointNotFoundError(
-        f"{found.path} was there and is gone, or a file of it is", kind="not_found", path=found.path
-    )
 
 
 def _print(root: str, listing: CheckpointList, columns: Sequence[str], *, limit: int) -> None:

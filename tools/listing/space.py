@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
-from bytecheckpoint.errors import StorageError, UnsafeCheckpointError
+from bytecheckpoint.errors import CheckpointNotFoundError, StorageError, UnsafeCheckpointError
 from bytecheckpoint.formats.detect import find_file, find_folder
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, manifest_of
 from bytecheckpoint.info import OWN_FORMAT
@@ -66,21 +67,23 @@ class CheckpointSpace:
 
 
 def spaces_of(store: Store, listed: Sequence[ListedCheckpoint]) -> list[CheckpointSpace]:
-    """Returns the space of each of the checkpoints that `list_checkpoints` has found in the store.
-
-    Raises StorageError for a store that cannot be listed, and CheckpointError for a checkpoint that was deleted
-    meanwhile.
+    """Returns the space of each of the checkpoints that `list_checkpoints` has found in the store, without those that
+    were deleted meanwhile. Raises StorageError for a store that cannot be listed.
     """
     list_folder = cache(store.list)  # one folder may have thousands of files of another format
 
-    def space(item: ListedCheckpoint) -> CheckpointSpace:
-        return space_of(_found(store, item, list_folder), item, list_folder)
+    def space(item: ListedCheckpoint) -> CheckpointSpace | None:
+        with suppress(CheckpointNotFoundError):
+            return space_of(_found(store, item, list_folder), item, list_folder)
+        return None
 
-    return map_jobs(space, listed, num_threads=_LOOKS_IN_FLIGHT)
+    return [found for found in map_jobs(space, listed, num_threads=_LOOKS_IN_FLIGHT) if found is not None]
 
 
 def space_of(found: FoundCheckpoint, item: ListedCheckpoint, list_folder: _ListFolder) -> CheckpointSpace:
-    """Returns the space of one checkpoint, of which `list_folder` lists the folders. Raises as `spaces_of` does."""
+    """Returns the space of one checkpoint, of which `list_folder` lists the folders. Raises
+    CheckpointNotFoundError if it was deleted meanwhile, and StorageError.
+    """
     file_bytes, linked_bytes, entries = 0, 0, list[EntrySpace]()
     if item.committed and not item.problem:
         manifest = manifest_of(found)
