@@ -241,6 +241,13 @@ def test_a_target_that_is_neither_file_nor_folder_is_not_replaced(call, tmp_path
     assert (tmp_path / "pipe.pt").is_fifo()
 
 
+def test_a_file_name_that_is_too_long_is_an_error_of_the_storage(call, tmp_path) -> None:
+    bcp.save(tmp_path / "run", {"x": torch.ones(2)})
+    ended = call("convert", tmp_path / "run", tmp_path / ("x" * 300), "--to", "torch")
+    assert ended.code == 4
+    assert f"error: cannot write {tmp_path}/xxx" in ended.err
+
+
 def test_a_file_with_a_time_in_its_name_is_refused_with_what_to_do(call, tmp_path) -> None:
     """It was called a name that could lead out of the folder, not to be trusted."""
     path = tmp_path / "model_10:30:00.pt"
