@@ -161,7 +161,6 @@ def _checkpoint_json(diagnosis: CheckpointDiagnosis) -> dict[str, Any]:
 def _examine(url: str, stage: str | None, options: Mapping[str, Any], *, seconds: float, max_bytes: int) -> Diagnosis:
     folder = f"{TEMPORARY_PREFIX}doctor-{secrets.token_hex(8)}"
     with _probing(url, folder, options) as store:
-        store.store.list("")  # raises where the root is a file
         checks = list(check_guarantees(store))
         features = probe_filesystem(str(store)) if isinstance(store.store, LocalStore) else None
         latency = measure_latency(store)
@@ -191,6 +190,7 @@ def _probing(url: str, folder: str, options: Mapping[str, Any]) -> Iterator[Prob
     Raises the error of the block, else that of the removal.
     """
     store = ProbeStore(open_store(url, storage_options=options, writer_threads=1), folder)
+    store.store.list("")  # raises where the root is a file, or cannot be looked at
     with _no_new_folders(store.store):
         try:
             yield store

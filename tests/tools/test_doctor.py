@@ -84,6 +84,9 @@ def test_a_storage_that_refuses_is_an_error(call, tmp_path) -> None:
     ended = call("doctor", tmp_path / "file" / "run", *QUICK)
     assert ended.code in {3, 4}
     assert ended.err.startswith("error: ")
+    ended = call("doctor", tmp_path / ("x" * 300), *QUICK)
+    assert ended.code == 4
+    assert "File name too long" in ended.err
     with before(Seam(local_store_module.LocalStore, "write"), raising(StorageError("no", kind="permission"))):
         assert call("doctor", tmp_path / "run", *QUICK).code == 4
 
