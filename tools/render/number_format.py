@@ -59,15 +59,14 @@ def time_text(when: datetime | None) -> str:
     if when is None:
         return "-"
     # A list may have ten thousand: `strftime` takes four times as long.
-    return f"{when.replace(tzinfo=None).isoformat(' ', 'seconds')} {when.tzname() or ''}".rstrip()
+    return f"{when.replace(tzinfo=None).isoformat(' ', 'seconds')} {when.tzname()}"
 
 
 def age_text(when: datetime | None, now: datetime) -> str:
     """Returns `5 min ago`; `just now` below a minute and for a clock that runs ahead; `-` for None."""
     if when is None:
         return "-"
-    age = now - when if when.tzinfo else now.replace(tzinfo=None) - when
-    num_seconds = int(age.total_seconds())
+    num_seconds = int((now - when).total_seconds())
     for unit, seconds in (("day", 86400), ("h", 3600), ("min", 60)):
         count = num_seconds // seconds
         if count >= 1:

@@ -74,7 +74,7 @@ def _print_header(screen: Screen, opened: Opened, records: SaveRecords) -> None:
         ("hosts", and_more([shortened(host, _MAX_NAME) for host in hosts], 4)),
         ("written", f"{size_text(written)} in {seconds_text(lasted)} ({rate_text(written, lasted)})"),
     ]
-    if info.created_at is not None and info.created_at.tzinfo:
+    if info.created_at is not None:
         rows.append(("committed", time_text(info.created_at)))
     screen.fields(rows)
 
