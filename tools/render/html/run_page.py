@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...analysis.checkpoint_list import ListedCheckpoint
 from ..metric_columns import MetricColumns, metric_text
@@ -15,28 +15,18 @@ from .elements import tag, text
 from .line_chart import Curve, line_chart
 from .page import legend, listing, note, note_of_rest, section, whole_page
 
+if TYPE_CHECKING:
+    from ...listing.timings import TimedCheckpoint
+
 _MAX_ROWS = 2000
 _MAX_CHARTS = 24
-
-
-class SaveTimings(Protocol):
-    """Times of a save in seconds; None for a time that is not known."""
-
-    @property
-    def seconds(self) -> float | None: ...
-    @property
-    def stall_seconds(self) -> float | None: ...
-    @property
-    def slowest_phase(self) -> str | None: ...
-    @property
-    def slowest_rank(self) -> int | None: ...
 
 
 class RunRow(NamedTuple):
     """A committed checkpoint and its save."""
 
     item: ListedCheckpoint
-    timings: SaveTimings
+    timings: TimedCheckpoint
 
     @property
     def rate(self) -> float | None:
