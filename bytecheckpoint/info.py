@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Literal, TypeAlias
 
 from bytecheckpoint.manifest import Manifest, ManifestOutline
@@ -221,7 +221,9 @@ def describe_checkpoint(manifest: Manifest | ManifestOutline, *, path: str) -> C
 
 
 def _parse_time(text: str) -> datetime | None:
+    """Returns a time with its zone, UTC if the text has none: times are compared. None for a text that is no time."""
     try:
-        return datetime.fromisoformat(text)
+        time = datetime.fromisoformat(text)
     except ValueError:
         return None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)

@@ -17,6 +17,7 @@ from click.shell_completion import CompletionItem
 
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint, manifest_of
+from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.loading.links import Files, files_of, opening_at
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.backends.posix_errors import describe
@@ -41,6 +42,10 @@ class Opened(NamedTuple):
     manifest: Manifest
     path: str
     """Path for people: without credentials."""
+
+    @property
+    def info(self) -> CheckpointInfo:
+        return describe_checkpoint(self.manifest, path=self.path)
 
 
 class AccessOptions(NamedTuple):
@@ -256,17 +261,23 @@ class Age(click.ParamType[float]):
 
 
 class LocalFile(click.Path):
-    """A file to write. If its folder is missing, that is a usage error, before the command reads anything."""
+    """A file to write. A folder that is missing or cannot be looked at is a usage error, before the command reads
+    anything.
+    """
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         value = expand_home(value)
-        folder = Path(value).parent
-        if not folder.is_dir():
-            what = "is not a folder" if folder.exists() else "does not exist"
-            self.fail(f"cannot write {value!r}: the folder {str(folder)!r} {what}; give another path", param, ctx)
+        folder, fault = Path(value).parent, ""
+        try:
+            if not folder.is_dir():
+                fault = "is not a folder" if folder.exists() else "does not exist"
+        except OSError as error:  # of a folder above it, or a name that is too long
+            fault = f"cannot be looked at: {describe(error)}"
+        if fault:
+            self.fail(f"cannot write {value!r}: the folder {str(folder)!r} {fault}; give another path", param, ctx)
         return super().convert(value, param, ctx)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -98,10 +98,10 @@ def _below(opened: Opened, objects: Sequence[PlainSummary], name: str) -> list[P
     return [] if has_tensors else [item for item in objects if item.fqn.startswith(start)]
 
 
-def _read(opened: Opened, name: str, options: LoadOptions, *, others: Iterable[str]) -> PrintedPart:
-    """Reads a part of a tensor. Raises click.UsageError for an index that the tensor does not have, and
-    CheckpointNotFoundError with near names, also of plain values (`others`). Raises CheckpointMismatchError (conflict)
-    for a dtype whose elements are not single numbers.
+def _read(opened: Opened, name: str, options: LoadOptions, *, others: Collection[str]) -> PrintedPart:
+    """Reads a part of a tensor. Raises click.UsageError for an index that the tensor does not have, or of a plain value
+    (`others`), and CheckpointNotFoundError with near names, also of plain values. Raises CheckpointMismatchError
+    (conflict) for a dtype whose elements are not single numbers.
     """
     from bytecheckpoint.checkpoint import Checkpoint  # noqa: PLC0415 - torch takes seconds to import
     from bytecheckpoint.loading.read import Source  # noqa: PLC0415
@@ -112,6 +112,8 @@ def _read(opened: Opened, name: str, options: LoadOptions, *, others: Iterable[s
     if name not in checkpoint and (found := _INDEX.fullmatch(name)):
         fqn, index = found["fqn"], found["index"]
     if fqn not in checkpoint:
+        if fqn in others:
+            raise click.UsageError(f"{fqn} is a plain value, of which no part is printed: leave out [{index}]")
         if fqn.partition("[")[0] in checkpoint:
             raise click.UsageError(f"{name}: a part is given as NAME[SLICE], and the bracket is not closed")
         raise no_such_tensor(opened.path, fqn, [*checkpoint, *others])

@@ -16,14 +16,15 @@ from . import exit_codes
 from .arguments import AccessOptions, ByteSize, with_link_option, with_output_options, with_step_option
 from .completion.param_types import StoredPath
 from .name_options import FORMATS, NameOptions, with_name_options
-from .render.number_format import count_text, left_out_text, size_text
+from .render.number_format import count_text, left_out_text, rate_text, size_text
 from .render.terminal import Screen, byte_progress, print_json, without
 
 if TYPE_CHECKING:
     from bytecheckpoint.conversion.convert import Converted, ConvertRequest
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
-_MAX_FILE = {"bcp": "8GiB", "hf": "5GB"}
+_MAX_FILE_BYTES = {"bcp": 8 << 30, "hf": 5 * 10**9}
+"""Where --max-shard-size is not given; the other formats know no such limit."""
 
 _EXAMPLE = """\b
 Example:
@@ -123,13 +124,12 @@ def convert(
         experts=names.experts or "",
         flatten_optimizer=flatten_optimizer,
     )
-    default_bytes = ByteSize("0").convert(_MAX_FILE.get(to, "8GiB"), None, None)
     request = ConvertRequest(
         source=LoadTarget(src, access.step, of_source.storage_options),
         target=dst,
         target_options={} if access.follow_links and is_local(dst) else of_target.storage_options,
         selection=selection,
-        limits=ConvertLimits(memory, max_shard_size or default_bytes),
+        limits=ConvertLimits(memory, max_shard_size or _MAX_FILE_BYTES.get(to, 0)),
         overwrite=overwrite,
         is_link=link,
         follow_links=access.follow_links,
@@ -142,7 +142,7 @@ def _refuse_unused_options(to: str, *, link: bool, max_shard_size: int | None) -
     """Raises click.UsageError for options that would do nothing."""
     if link and to != "bcp":
         raise click.UsageError(f"--link writes a manifest, which only --to bcp has, not --to {to}")
-    if max_shard_size is not None and (link or to not in _MAX_FILE):
+    if max_shard_size is not None and (link or to not in _MAX_FILE_BYTES):
         raise click.UsageError(f"--max-shard-size is for --to hf and --to bcp, not --{'link' if link else f'to {to}'}")
 
 
@@ -213,10 +213,10 @@ def _as_json(request: ConvertRequest, result: Converted, seconds: float) -> dict
 
 def _print(result: Converted, seconds: float) -> None:
     screen = Screen()
-    rate = size_text(result.num_bytes / max(seconds, 1e-9))
+    rate = rate_text(result.num_bytes, seconds)
     screen.line(
         f"{result.path}: {count_text(result.num_tensors, 'tensor')}, {size_text(result.num_bytes)} in "
-        f"{count_text(result.num_files, 'file')}, written in {seconds:.1f} s ({rate}/s) from {result.source}",
+        f"{count_text(result.num_files, 'file')}, written in {seconds:.1f} s ({rate}) from {result.source}",
         style="bold",
     )
     if result.sides:

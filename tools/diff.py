@@ -26,7 +26,7 @@ from .completion.param_types import StoredPath
 from .name_options import FORMATS, NameOptions, with_name_options
 from .render.data_text import print_data_differences
 from .render.diff_text import print_diff, print_left_out
-from .render.terminal import Screen, print_json
+from .render.terminal import Screen, byte_progress, print_json
 
 if TYPE_CHECKING:
     from .analysis.checkpoint_diff import CheckpointDiff, TensorDifference
@@ -126,6 +126,7 @@ def diff(
         ignore_dtype=ignore_dtype,
         is_wanted=lambda fqn: _is_wanted(fqn, include, exclude),
         threads=threads,
+        progress=lambda num_bytes: byte_progress("comparing", num_bytes),
     )
     if (include or exclude) and not (result.num_tensors or result.num_objects or result.only_in_a or result.only_in_b):
         raise _nothing_compared(opened_a, opened_b, is_renamed=is_renamed)
@@ -133,9 +134,10 @@ def diff(
     if as_json:
         print_json({**_as_json(opened_a, opened_b, result, tolerance), "data": data, "left_out": left_out})
     else:
-        print_diff(Screen(), (opened_a.path, opened_b.path), result, limit=limit)
-        print_data_differences(Screen(), data)
-        print_left_out(Screen(), left_out, limit=limit)
+        screen = Screen()
+        print_diff(screen, (opened_a.path, opened_b.path), result, limit=limit)
+        print_data_differences(screen, data)
+        print_left_out(screen, left_out, limit=limit)
     return exit_codes.FINE if result.is_same else exit_codes.CORRUPT
 
 

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from bytecheckpoint.diagnostics.filesystem_features import FilesystemFeatures, probe_filesystem
 from bytecheckpoint.diagnostics.store_guarantees import GuaranteeCheck, ProbeStore, check_guarantees
 from bytecheckpoint.diagnostics.store_speed import Latency, Speed, measure_latency, measure_reads, measure_writes
+from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
@@ -26,7 +27,7 @@ from .analysis.recommend import CompressionSpeed, Recommendation, measure_compre
 from .arguments import AccessOptions, at_home_folder, finite, with_output_options
 from .completion.param_types import StoredPath
 from .render.diagnosis_text import print_diagnosis
-from .render.number_format import size_text
+from .render.number_format import rate_text, size_text
 from .render.terminal import LAST_DROP, Column, Screen, print_json, without
 
 _MiB = 1 << 20
@@ -160,16 +161,15 @@ def _checkpoint_json(diagnosis: CheckpointDiagnosis) -> dict[str, Any]:
 def _examine(url: str, stage: str | None, options: Mapping[str, Any], *, seconds: float, max_bytes: int) -> Diagnosis:
     folder = f"{TEMPORARY_PREFIX}doctor-{secrets.token_hex(8)}"
     with _probing(url, folder, options) as store:
-        store.store.list("")  # raises where the root is a file
         checks = list(check_guarantees(store))
         features = probe_filesystem(str(store)) if isinstance(store.store, LocalStore) else None
         latency = measure_latency(store)
-        writes = _measure_writes(url, folder, options, seconds=seconds, max_bytes=max_bytes)
+        writes = _measure_writes(store, url, options, seconds=seconds, max_bytes=max_bytes)
         reads = list(measure_reads(store, seconds=seconds, max_bytes=max_bytes))
     local = None
     if stage is not None:
-        with _probing(stage, folder, {}):
-            local = _measure_writes(stage, folder, {}, seconds=seconds, max_bytes=max_bytes)
+        with _probing(stage, folder, {}) as local_store:
+            local = _measure_writes(local_store, stage, {}, seconds=seconds, max_bytes=max_bytes)
     compression = measure_compression(_COMPRESSING_THREADS)
     return Diagnosis(
         url=str(store.store),
@@ -186,13 +186,19 @@ def _examine(url: str, stage: str | None, options: Mapping[str, Any], *, seconds
 
 @contextmanager
 def _probing(url: str, folder: str, options: Mapping[str, Any]) -> Iterator[ProbeStore]:
-    """Yields a store for objects in a folder; on exit, removes the objects and the folders that were made for them."""
+    """Yields a store for objects in a folder; on exit, removes the objects and the folders that were made for them.
+    Raises the error of the block, else that of the removal.
+    """
     store = ProbeStore(open_store(url, storage_options=options, writer_threads=1), folder)
+    store.store.list("")  # raises where the root is a file, or cannot be looked at
     with _no_new_folders(store.store):
         try:
             yield store
-        finally:
-            store.clear()
+        except BaseException:
+            with suppress(CheckpointError):
+                store.clear()
+            raise
+        store.clear()
 
 
 @contextmanager
@@ -200,29 +206,26 @@ def _no_new_folders(store: Store) -> Iterator[None]:
     """On exit, removes the local folders that did not exist on entry and are empty: the root of the store, and folders
     above it.
     """
-    missing = [path for path in (Path(str(store)), *Path(str(store)).parents) if not path.exists()]
+    root = Path(str(store))
+    missing = [path for path in (root, *root.parents) if not path.exists()] if isinstance(store, LocalStore) else []
     try:
         yield
     finally:
-        for path in missing if isinstance(store, LocalStore) else ():
+        for path in missing:
             with suppress(OSError):  # it is in use by now
                 path.rmdir()
 
 
 def _measure_writes(
-    url: str, folder: str, options: Mapping[str, Any], *, seconds: float, max_bytes: int
+    store: ProbeStore, url: str, options: Mapping[str, Any], *, seconds: float, max_bytes: int
 ) -> list[Speed]:
-    opened: list[ProbeStore] = []
+    """Measures writes to the folder of `store`, whose root is at this URL. What fails to be deleted is left to it."""
 
     def open_with(threads: int) -> ProbeStore:
-        opened.append(ProbeStore(open_store(url, storage_options=options, writer_threads=threads), folder))
-        return opened[-1]
+        opened = open_store(url, storage_options=options, writer_threads=threads)
+        return ProbeStore(opened, store.folder, store.names)
 
-    try:
-        return list(measure_writes(open_with, seconds=seconds, max_bytes=max_bytes))
-    finally:
-        for store in opened:
-            store.clear()
+    return list(measure_writes(open_with, seconds=seconds, max_bytes=max_bytes))
 
 
 def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -311,6 +314,6 @@ def _print_speeds(screen: Screen, title: str, speeds: Sequence[Speed]) -> None:
     rows = []
     for part_bytes in sorted({speed.part_bytes for speed in speeds}):
         by_threads = {speed.threads: speed for speed in speeds if speed.part_bytes == part_bytes}
-        cells = [f"{size_text(by_threads[count].bytes_per_s)}/s" if count in by_threads else "-" for count in threads]
+        cells = [rate_text(by_threads[count].bytes_per_s) if count in by_threads else "-" for count in threads]
         rows.append([size_text(part_bytes), *cells])
     screen.table(columns, rows)

@@ -23,7 +23,7 @@ from . import exit_codes
 from .arguments import AccessOptions, Age, at_home_folder, with_output_options
 from .completion.param_types import StoredPath
 from .listing.memory import MEMORY_ROOT
-from .render.number_format import age_text, count_text, size_text
+from .render.number_format import age_text, count_text, size_text, utc_of
 from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
 
 _EXAMPLE = """\b
@@ -118,7 +118,7 @@ def gc(
         if root is not None:
             store = open_store(root, storage_options=access.storage_options, writer_threads=1)
             location = real_location(store, "")
-        return collect_memory(roots, location, min_age_s, is_real=is_real, as_json=as_json)
+        return _gc_memory(roots, location, min_age_s, is_real=is_real, as_json=as_json)
     if root is None:
         raise click.UsageError("give the ROOT of the checkpoints, or --memory")
     if "" in save_ids:
@@ -145,12 +145,10 @@ def gc(
     return exit_codes.STORAGE if failures else exit_codes.FINE
 
 
-def collect_memory(
-    roots: Sequence[str], location: str | None, min_age_s: float, *, is_real: bool, as_json: bool
-) -> int:
-    """Prints what jobs, also running ones, hold in the memory roots `roots` of this host: the job that saves to
-    `location`, or all for None. With `is_real`, removes the memory of jobs without a living process whose memory has
-    not changed for `min_age_s`.
+def _gc_memory(roots: Sequence[str], location: str | None, min_age_s: float, *, is_real: bool, as_json: bool) -> int:
+    """Carries out `--memory`: prints what jobs, also running ones, hold in the memory roots `roots` of this host: the
+    job that saves to `location`, or all for None. With `is_real`, removes the memory of jobs without a living process
+    whose memory has not changed for `min_age_s`.
 
     Returns the exit code: STORAGE if a process, of the job or one that flushes or removes it, has taken one of these
     jobs meanwhile.
@@ -197,7 +195,7 @@ def _row(store: Store, item: Leftover, now_s: float, min_age_s: float, save_ids:
         num_files=len(item.names),
         num_uploads=len(item.uploads),
         num_bytes=item.num_bytes,
-        changed_at=None if item.newest_s is None else datetime.fromtimestamp(int(item.newest_s), UTC),
+        changed_at=None if item.newest_s is None else utc_of(item.newest_s),
         is_dead=is_named or is_old,
         why=why,
         leftover=item,
@@ -228,7 +226,7 @@ def _rows_of_stage(store: Store, stage: str, min_age_s: float, save_ids: Collect
                 save_id=journal.save_id,
                 num_files=len(found.sizes),
                 num_bytes=sum(found.sizes.values()),
-                changed_at=datetime.fromtimestamp(int(journal.started_at), UTC),
+                changed_at=utc_of(journal.started_at),
                 is_local=True,
                 is_dead=not found.is_alive and (is_named or is_old),
                 why=why,

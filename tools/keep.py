@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import reduce
@@ -28,7 +27,7 @@ from . import exit_codes
 from .arguments import AccessOptions, Age, with_output_options
 from .completion.param_types import StoredPath
 from .render.metric_columns import MetricColumns
-from .render.number_format import age_text, count_text, size_text, time_text
+from .render.number_format import age_text, count_text, size_text, time_text, utc_of
 from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
 
 _BEST = re.compile(r"(?P<metric>[^:]+|.+(?=:(?:min|max)(?::\d+)?\Z))(?::(?P<mode>min|max)(?::(?P<n>\d{1,9}))?)?")
@@ -134,9 +133,9 @@ def _policy(
 ) -> keep_policies.KeepPolicy:
     if within == 0:
         raise click.UsageError("--within 0 keeps nothing: give 90m, 24h, 7d, or a number of seconds")
-    given: list[Any] = list(best)
-    given = ([keep_policies.EverySteps(every)] if every else []) + given
-    given = ([keep_policies.Latest(latest)] if latest else []) + given
+    given: list[Any] = [keep_policies.Latest(latest)] if latest else []
+    given += [keep_policies.EverySteps(every)] if every else []
+    given += best
     given += [keep_policies.Within(within)] if within else []
     if not given:
         raise click.UsageError("nothing says what to keep: give --latest, --every, --best, --within, or several")
@@ -163,18 +162,12 @@ def _steps(store: Store, best: Sequence[keep_policies.Best]) -> tuple[list[Store
     return stored, [layout.step_folder(step) for step in sorted(damaged)]
 
 
-def _time(seconds: float) -> datetime | None:
-    with suppress(OverflowError, ValueError, OSError):  # a record that others have written may hold any number
-        return datetime.fromtimestamp(int(seconds), UTC) if seconds else None
-    return None
-
-
 def _row(store: Store, item: StoredStep, decision: retention.StepDecision) -> KeptRow:
     info = item.info
     return KeptRow(
         path=join_name(str(store), layout.step_folder(info.step)),
         step=info.step,
-        created_at=_time(info.time),
+        created_at=utc_of(info.time) if info.time else None,
         num_bytes=info.num_bytes,
         metrics=info.metrics,
         is_pinned=info.pinned,

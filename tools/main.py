@@ -8,7 +8,8 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
@@ -60,31 +61,16 @@ _COMMANDS = {
 }
 
 
-class _Commands(MutableMapping[str, click.Command]):
-    """Commands by name. The module of a command is imported when the command runs: some imports take half a second."""
-
-    def __init__(self) -> None:
-        self._added: dict[str, click.Command] = {}
+class _Commands(UserDict[str, Any]):
+    """Commands by name, made of entries such as those of `_COMMANDS`. The module of a command is imported when the
+    command runs: some imports take half a second.
+    """
 
     def __getitem__(self, name: str) -> click.Command:
-        if name not in self._added:
-            entry = _COMMANDS[name]
-            command: click.Command = getattr(import_module(f".{entry.module}", __package__), name)
-            command.short_help = entry.short_help
-            self._added[name] = command
-        return self._added[name]
-
-    def __setitem__(self, name: str, command: click.Command) -> None:
-        self._added[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._added[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**_COMMANDS, **self._added})
-
-    def __len__(self) -> int:
-        return len({**_COMMANDS, **self._added})
+        entry: _CommandModule = super().__getitem__(name)
+        command: click.Command = getattr(import_module(f".{entry.module}", __package__), name)
+        command.short_help = entry.short_help
+        return command
 
 
 class Program(click.Group):
@@ -109,11 +95,13 @@ class Program(click.Group):
             code = super().main(arguments, prog_name or "bcp", **extra)
         except click.Abort as error:
             done = str(error) or "no committed checkpoint was changed"
-            code = _report("interrupted", f"interrupted; {done}", None, as_json=as_json)
+            _report("interrupted", f"interrupted; {done}", None, as_json=as_json)
+            code = exit_codes.INTERRUPTED
         except click.ClickException as error:
             context = getattr(error, "ctx", None)
             command = context.command_path if context else "bcp"
-            code = _report("usage", f"{error.format_message()} (`{command} --help` tells more)", None, as_json=as_json)
+            _report("usage", f"{error.format_message()} (`{command} --help` tells more)", None, as_json=as_json)
+            code = exit_codes.USAGE
         except CheckpointError as error:
             _report(error.kind, error.message, error.path, as_json=as_json)
             code = exit_codes.code_of(error)
@@ -166,21 +154,18 @@ def _complete(words: Sequence[str]) -> NoReturn:
     sys.exit(exit_codes.FINE)
 
 
-def _report(kind: str, message: str, path: str | None, *, as_json: bool) -> int:
-    """Prints an error, if it can. Returns the exit code for an interruption or a usage error; for a CheckpointError,
-    callers take `exit_codes.code_of`.
-    """
+def _report(kind: str, message: str, path: str | None, *, as_json: bool) -> None:
+    """Prints an error, if it can."""
     with suppress(OSError):  # the exit code still tells
         if as_json:
             click.echo(json.dumps({"error": {"kind": kind, "message": message, "path": path}}))
         else:
             click.echo(f"error: {printable(' '.join(message.split()))}", err=True)
-    return exit_codes.INTERRUPTED if kind == "interrupted" else exit_codes.USAGE
 
 
 @click.group(
     cls=Program,
-    commands=_Commands(),
+    commands=_Commands(_COMMANDS),
     epilog=_EXAMPLE,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

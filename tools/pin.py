@@ -16,9 +16,9 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.formats.find_checkpoint import split_path
-from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.manager import abandoned_steps, retention, step_records
-from bytecheckpoint.storage import garbage, layout
+from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.storage import deletion, garbage, layout
 from bytecheckpoint.storage.inventory import clock_of
 from bytecheckpoint.storage.open_store import expand_home, is_plain_path, open_store
 from bytecheckpoint.storage.paths import join_name
@@ -64,9 +64,9 @@ class CheckpointPlace(NamedTuple):
     def path(self) -> str:
         return join_name(str(self.store), self.folder)
 
-    def read_info(self) -> CheckpointInfo:
+    def read_manifest(self) -> Manifest:
         """Raises like `layout.read_manifest`."""
-        return describe_checkpoint(layout.read_manifest(self.store, self.folder), path=self.path)
+        return layout.read_manifest(self.store, self.folder)
 
 
 @click.command(epilog=_RM_EXAMPLE)
@@ -89,14 +89,14 @@ def rm(*, checkpoint: str, force: bool, access: AccessOptions, as_json: bool) ->
         what = f"{error.message}. `bcp gc` lists and removes what that save has left"
         raise CheckpointNotFoundError(what, kind=error.kind, path=error.path, step=error.step) from error
     try:
-        info, problem = _read_info(place)
+        manifest, problem = _read_manifest(place)
         if not force and place.step is not None and _is_newest(place.store, place.step):
             though = ", though its manifest is damaged" if problem else ""
             raise _refused(place, f"it is the newest committed step of its root{though}", "--step names another")
-        if info is None:
+        if manifest is None:
             _delete_damaged(place, problem, force=force, as_json=as_json)
         else:
-            _delete(place, info, force=force, as_json=as_json)
+            _delete(place, manifest, force=force, as_json=as_json)
     except KeyboardInterrupt:
         # Nobody can tell which of its files are left, but the manifest has gone before any of them.
         done = f"{place.path} is whole, or no longer a checkpoint: `bcp rm` again tells which"
@@ -104,23 +104,27 @@ def rm(*, checkpoint: str, force: bool, access: AccessOptions, as_json: bool) ->
     return exit_codes.FINE
 
 
-def _read_info(place: CheckpointPlace) -> tuple[CheckpointInfo | None, str]:
-    """Returns what the manifest tells, or None and why no release can read it."""
+def _read_manifest(place: CheckpointPlace) -> tuple[Manifest | None, str]:
+    """Returns the manifest, or None and why no release can read it."""
     try:
-        return place.read_info(), ""
+        return place.read_manifest(), ""
     except (CheckpointCorruptError, UnsafeCheckpointError) as error:
         if error.kind not in garbage.DAMAGED:
             raise
         return None, error.message
 
 
-def _delete(place: CheckpointPlace, info: CheckpointInfo, *, force: bool, as_json: bool) -> None:
-    why = retention.delete_one(place.store, place.folder, save_id=info.save_id, now=_now(place), force=force)
+def _delete(place: CheckpointPlace, manifest: Manifest, *, force: bool, as_json: bool) -> None:
+    own_names = set(deletion.written_files(place.store, place.folder, manifest))
+    num_bytes = sum(file.byte_length for file in manifest.files if file.name in own_names)
+    why = retention.delete_one(place.store, place.folder, save_id=manifest.save_id, now=_now(place), force=force)
     _refuse_protected(place, why)
     if as_json:
-        print_json({**_as_json(place, info), "num_bytes": info.num_bytes, "deleted": True, "problem": None, "left": []})
-    else:
-        Screen().line(f"deleted {place.path}: {size_text(info.num_bytes)}")
+        print_json({**_as_json(place, manifest), "num_bytes": num_bytes, "deleted": True, "problem": None, "left": []})
+        return
+    others_bytes = sum(file.byte_length for file in manifest.files) - num_bytes
+    others = f"; {size_text(others_bytes)} that it pointed to stay where they are" if others_bytes else ""
+    Screen().line(f"deleted {place.path}: {size_text(num_bytes)}{others}")
 
 
 def _delete_damaged(place: CheckpointPlace, problem: str, *, force: bool, as_json: bool) -> None:
@@ -151,11 +155,11 @@ def _delete_damaged(place: CheckpointPlace, problem: str, *, force: bool, as_jso
 def pin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
     """Pin CHECKPOINT: no policy, no `bcp keep` and no `bcp rm` without --force deletes it until it is unpinned."""
     place = _find(checkpoint, access)
-    info = place.read_info()
+    manifest = place.read_manifest()
     was_pinned = step_records.is_pinned(place.store, place.folder)
     if not was_pinned:
         step_records.pin(place.store, place.folder, time=clock_of(place.store) or time.time())
-    return _print_outcome(place, info, is_pinned=True, was_pinned=was_pinned, as_json=as_json)
+    return _print_outcome(place, manifest, is_pinned=True, was_pinned=was_pinned, as_json=as_json)
 
 
 @click.command(epilog=_UNPIN_EXAMPLE)
@@ -165,11 +169,11 @@ def pin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
 def unpin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
     """Take the pin of CHECKPOINT away. One that is not pinned stays as it is."""
     place = _find(checkpoint, access)
-    info = place.read_info()
+    manifest = place.read_manifest()
     was_pinned = step_records.is_pinned(place.store, place.folder)
     if was_pinned:
         step_records.unpin(place.store, place.folder)
-    return _print_outcome(place, info, is_pinned=False, was_pinned=was_pinned, as_json=as_json)
+    return _print_outcome(place, manifest, is_pinned=False, was_pinned=was_pinned, as_json=as_json)
 
 
 def _find(path: str, access: AccessOptions) -> CheckpointPlace:
@@ -217,15 +221,15 @@ def _refused(place: CheckpointPlace, why: str, advice: str) -> CheckpointMismatc
     return CheckpointMismatchError(what, kind="conflict", path=place.path, step=place.step)
 
 
-def _as_json(place: CheckpointPlace, info: CheckpointInfo) -> dict[str, object]:
-    return {"path": place.path, "step": place.step, "save_id": info.save_id}
+def _as_json(place: CheckpointPlace, manifest: Manifest) -> dict[str, object]:
+    return {"path": place.path, "step": place.step, "save_id": manifest.save_id}
 
 
 def _print_outcome(
-    place: CheckpointPlace, info: CheckpointInfo, *, is_pinned: bool, was_pinned: bool, as_json: bool
+    place: CheckpointPlace, manifest: Manifest, *, is_pinned: bool, was_pinned: bool, as_json: bool
 ) -> int:
     if as_json:
-        print_json({**_as_json(place, info), "pinned": is_pinned, "was_pinned": was_pinned})
+        print_json({**_as_json(place, manifest), "pinned": is_pinned, "was_pinned": was_pinned})
     else:
         did = "pinned" if is_pinned else "unpinned"
         same = "is pinned already" if is_pinned else "is not pinned"

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.info import describe_checkpoint
 from bytecheckpoint.runtime.gc_pause import gc_paused
 
 from . import exit_codes
@@ -217,8 +216,7 @@ def _read_histograms(opened: Opened, tensors: Sequence[TensorEntry], *, is_selec
 
     largest = tensors if is_selected else sorted(tensors, key=lambda tensor: -tensor.num_bytes)[:_NUM_HISTOGRAMS]
     stats = _read_stats(opened, largest)
-    num_bytes = sum(tensor.num_elements * itemsize(tensor.dtype) for tensor in largest)
-    with byte_progress("reading again", num_bytes) as on_progress:
+    with byte_progress("reading again", _bytes_of(largest)) as on_progress:
         return histograms_of(opened, stats, on_progress=on_progress)
 
 
@@ -226,14 +224,18 @@ def _read_stats(opened: Opened, tensors: Sequence[TensorEntry]) -> dict[str, Ten
     from .analysis.tensor_stats import tensor_stats  # noqa: PLC0415 - as above
 
     stored = list(dict.fromkeys(tensor.stored_fqn for tensor in tensors))
-    num_bytes = sum({tensor.stored_fqn: tensor.num_elements * itemsize(tensor.dtype) for tensor in tensors}.values())
-    with byte_progress("reading", num_bytes) as on_progress:
+    with byte_progress("reading", _bytes_of(tensors)) as on_progress:
         return tensor_stats(opened, stored, on_progress=on_progress)
+
+
+def _bytes_of(tensors: Sequence[TensorEntry]) -> int:
+    """Returns the bytes of the elements; those of tied tensors, which are read once, count once."""
+    return sum({tensor.stored_fqn: tensor.num_elements * itemsize(tensor.dtype) for tensor in tensors}.values())
 
 
 def _summary_json(opened: Opened, summary: ManifestSummary) -> dict[str, Any]:
     manifest = opened.manifest
-    info = describe_checkpoint(manifest, path=opened.path)
+    info = opened.info
     return {
         **{name: getattr(info, name) for name in ("path", "format", "step", "save_id")},
         "created_at": manifest.provenance.get("created_at"),

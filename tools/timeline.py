@@ -14,14 +14,13 @@ from bytecheckpoint.diagnostics.telemetry import (
     RankRecord,
     SaveRecords,
     SlowRank,
-    end_of,
     first_call,
+    last_end,
     phases_of,
     read_save_records,
     slowest_ranks,
 )
 from bytecheckpoint.errors import CheckpointNotFoundError
-from bytecheckpoint.info import describe_checkpoint
 
 from . import exit_codes
 from .arguments import (
@@ -38,7 +37,6 @@ from .render.terminal import Screen, print_json, without
 from .render.timeline_text import chrome_trace, print_timeline
 
 _DEFAULT_ROWS = 32
-_NUM_SLOWEST = 5
 
 _EXAMPLE = """\b
 Example:
@@ -86,7 +84,7 @@ def timeline(
             path=opened.path,
         )
     phases = phases_of(records.ranks)
-    slowest = slowest_ranks(records.ranks, phases, _NUM_SLOWEST) if records.ranks else []
+    slowest = slowest_ranks(records.ranks, phases) if records.ranks else []
     if trace_path is not None:
         write_text(trace_path, json.dumps(chrome_trace(records.ranks, path=opened.path)))
     if as_json:
@@ -109,10 +107,10 @@ def _as_json(
         "path": opened.path,
         "step": manifest.step,
         "save_id": manifest.save_id,
-        "world_size": describe_checkpoint(manifest, path=opened.path).world_size,
+        "world_size": opened.info.world_size,
         "started_at": None if started_at is None else datetime.fromtimestamp(started_at, UTC),
         "committed_at": manifest.provenance.get("created_at"),
-        "seconds": max((end_of(record, ranks) for record in ranks), default=None),
+        "seconds": last_end(ranks) if ranks else None,
         "phases": [without(phase, "by_rank") for phase in phases],
         "slowest": slowest,
         "ranks": [_rank_json(record, started_at or 0.0) for record in ranks],

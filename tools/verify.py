@@ -24,7 +24,7 @@ from .arguments import (
     with_step_option,
 )
 from .completion.param_types import StoredPath
-from .render.number_format import count_text, size_text
+from .render.number_format import count_text, rate_text, size_text
 from .render.terminal import Column, Screen, byte_progress, print_json
 
 _DEFAULT_ROWS = 20
@@ -125,7 +125,7 @@ def _print(opened: Opened, result: Verification, *, sample_percent: float, secon
         f"{size_text(result.num_bytes_checked)} compared with their checksums"
     )
     if result.num_bytes_checked:
-        looked_at += f" in {seconds:.1f} s ({size_text(result.num_bytes_checked / max(seconds, 1e-9))}/s)"
+        looked_at += f" in {seconds:.1f} s ({rate_text(result.num_bytes_checked, seconds)})"
     if result.damage:
         files = {item.file for item in result.damage if item.file}
         screen.line(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from bytecheckpoint.conversion.huggingface import plan_hf
 from bytecheckpoint.conversion.link import check_reachable, link_manifest, with_samples, write_link
 from bytecheckpoint.conversion.mapped_source import mapped_view, names_for_experts
 from bytecheckpoint.conversion.native import plan_own
-from bytecheckpoint.conversion.stream import TargetPlan, budget_of
+from bytecheckpoint.conversion.stream import TargetPlan, scratch_bytes_of
 from bytecheckpoint.conversion.torch_save import plan_torch
 from bytecheckpoint.distributed.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError, StorageError
@@ -118,9 +118,10 @@ class _Plan(NamedTuple):
     sides: tuple[str, str] | None
     selection: Selection
     place: TargetPlace
-    existing: ExistingTarget
     target: TargetPlan
     save_id: str
+    stale: Sequence[str] = ()
+    """Files to remove once the target exists, beside those of a replaced manifest."""
     experts: str = ""
     """As in the result: the key in EXPERT_NAMES."""
 
@@ -148,17 +149,16 @@ def convert(
             _check_space(plan)
     written: list[DataFile] = []
     write = partial(_write, request, plan, elements, progress=progress)
-    with together(ranks, f"writing {plan.place.path}", about=about), ExitStack() as undo:
-        undo.callback(_discard, plan, written)
-        if plan.target.last is not None:
-            write(plan.target.by_rank[ranks.rank], written)
-        if ranks.rank != COORDINATOR:
-            undo.pop_all()  # from here on the coordinator may commit the target, whatever becomes of this rank
-        reports = ranks.gather(msgspec.msgpack.encode(written))
-        if ranks.rank == COORDINATOR and plan.target.last is not None:
-            written[:] = _in_order(plan, reports)
-        _confirm_all_written(ranks, plan, written)
-        undo.pop_all()
+    with together(ranks, f"writing {plan.place.path}", about=about):
+        with _discarded_on(BaseException, plan, written):
+            if plan.target.last is not None:
+                write(plan.target.by_rank[ranks.rank], written)
+        # From here on the coordinator may commit the target, whatever else becomes of another rank.
+        with _discarded_on(BaseException if ranks.rank == COORDINATOR else RankFailedError, plan, written):
+            reports = ranks.gather(msgspec.msgpack.encode(written))
+            if ranks.rank == COORDINATOR and plan.target.last is not None:
+                written[:] = _in_order(plan, reports)
+            ranks.broadcast(b"")
     if ranks.rank == COORDINATOR:
         with together(ranks, f"committing {plan.place.path}", about=about):
             if plan.target.last is None:
@@ -193,17 +193,16 @@ def _link(request: ConvertRequest, ranks: Ranks, about: Subject) -> Converted:
         num_bytes = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode(num_bytes)), type=int)
     ranks.close()
     target = TargetPlan([], [], layout.MANIFEST_NAME, lambda _: b"")
-    plan = _Plan(source, view.sides, selection, place, ExistingTarget(False, False, ()), target, manifest.save_id)
+    plan = _Plan(source, view.sides, selection, place, target, manifest.save_id)
     return replace(_converted(plan), num_bytes=num_bytes)
 
 
 def _open_source(request: ConvertRequest, ranks: Ranks) -> Source:
     """Opens the source and checks its whole manifest."""
-    memory_bytes = request.limits.memory_bytes
     options = LoadOptions(
         exchange="off",
         reader_threads=_READER_THREADS,
-        scratch_bytes=budget_of(memory_bytes, memory_bytes).scratch_bytes,
+        scratch_bytes=scratch_bytes_of(request.limits.memory_bytes),
         follow_links=request.follow_links,
     )
     source = open_together(ranks, request.source, options)
@@ -244,7 +243,7 @@ def _plan(request: ConvertRequest, ranks: Ranks) -> _Plan:
     if choice.to != "bcp":  # in "bcp", files get new names, and old ones go later
         refuse_own_files(place, existing, (file.name for file in target.files), source)
     experts = experts if len(selection.wanted) > num_selected else ""
-    return _Plan(source, view.sides, selection, place, existing, target, save_id, experts)
+    return _Plan(source, view.sides, selection, place, target, save_id, existing.stale, experts)
 
 
 def _agreed(
@@ -308,28 +307,15 @@ def _write(
             written.append(writer.write(file, replace=replace))  # noqa: PERF401 - undone if one fails
 
 
-def _confirm_all_written(ranks: Ranks, plan: _Plan, written: Sequence[DataFile]) -> None:
-    """Waits until the coordinator confirms that all ranks have written. Removes the files of this rank if another rank
-    has failed.
-    """
-    try:
-        ranks.broadcast(b"")
-    except RankFailedError:
-        _discard(plan, written)
-        raise
-
-
 def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
     """Writes the file that makes the target exist, then removes the files that the target replaces."""
     store, target = plan.place.store, plan.target
-    replaced: Sequence[str] = plan.existing.stale
+    replaced: Sequence[str] = plan.stale
     if target.last_name == layout.MANIFEST_NAME and overwrite:
         replaced = deletion.files_of_checkpoint(store, "")
     if target.last is not None:
-        with ExitStack() as undo:
-            undo.callback(_discard, plan, files)
+        with _discarded_on(BaseException, plan, files):
             content = target.last(files)
-            undo.pop_all()
         with _discarded_on_refusal(plan, files):
             if target.last_name == layout.MANIFEST_NAME:
                 layout.commit(store, "", content, replace=overwrite)
@@ -339,6 +325,16 @@ def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
     deletion.discard(store, "", [name for name in replaced if name not in new])
     if target.last_name == layout.MANIFEST_NAME:
         sweep(store, "", plan.save_id)
+
+
+@contextmanager
+def _discarded_on(kind: type[BaseException], plan: _Plan, files: Sequence[DataFile]) -> Iterator[None]:
+    """Removes the files if the block ends with an error of this class. May be added to meanwhile."""
+    try:
+        yield
+    except kind:
+        _discard(plan, files)
+        raise
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from bytecheckpoint.manifest import DataFile, Manifest
 from bytecheckpoint.planner.copy_plan import WantedTensor
 
 METADATA_NAME, SUFFIX = ".metadata", ".distcp"
+WHY_LOST = "empty, which torch.distributed.checkpoint does not write"
 _VERSION = "1.0.0"
 """Version of the metadata, which torch writes since 2.9."""
 
@@ -63,7 +64,7 @@ def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_
         metadata.storage_data, metadata.storage_meta, metadata.version = storage, StorageMeta(), _VERSION
         return pickle.dumps(metadata)
 
-    empty = [LeftOut(name, 0, 0, "empty, which torch.distributed.checkpoint does not write") for name in lost]
+    empty = [LeftOut(name, 0, 0, WHY_LOST) for name in lost]
     return TargetPlan(files, by_rank, METADATA_NAME, encoded, [*empty, *plain.left_out, *left_out_metadata(manifest)])
 
 

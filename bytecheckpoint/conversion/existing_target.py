@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import NamedTuple
 
 from bytecheckpoint.conversion.dcp import METADATA_NAME, SUFFIX
@@ -149,8 +150,7 @@ def stale_after_link(place: TargetPlace, replaced: Sequence[str], source: Source
 
 
 def _file(place: TargetPlace, listing: Mapping[str, int | None], *, overwrite: bool) -> ExistingTarget:
-    path = Path(place.path) if isinstance(place.store, LocalStore) else None
-    if path is not None and path.exists() and not (path.is_file() or path.is_dir()):
+    if isinstance(place.store, LocalStore) and _is_special(place.path):
         # Hazard: a write would put a file in the place of a device, as /dev/null.
         what = f"{place.path} is there already, and neither a file nor a folder"
         raise _exists(place, what, "give the name of a file")
@@ -159,6 +159,15 @@ def _file(place: TargetPlace, listing: Mapping[str, int | None], *, overwrite: b
     if place.name in listing and not overwrite:
         raise _exists(place, f"{place.path} is there already", "give another path, or --overwrite to replace it")
     return ExistingTarget(place.name in listing, is_in_the_way=False, stale=())
+
+
+def _is_special(path: str) -> bool:
+    """Returns True for a device, a pipe or a socket."""
+    try:
+        mode = Path(path).stat().st_mode
+    except OSError:  # there is nothing, or the write will tell why not
+        return False
+    return not (S_ISREG(mode) or S_ISDIR(mode))
 
 
 def _huggingface(store: Store, listing: Mapping[str, int | None]) -> ExistingTarget:

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 
 from bytecheckpoint.conversion.assemble import Elements
-from bytecheckpoint.conversion.stream import ReadAhead, Stream, TargetFile, budget_of
+from bytecheckpoint.conversion.stream import NUM_WINDOWS, ReadAhead, Stream, TargetFile, window_bytes_of
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.manifest.ranges import Block, cut_blocks
 from bytecheckpoint.runtime.buffers import BufferPool
@@ -30,8 +30,8 @@ class FileWriter:
     ) -> None:
         self._store = store
         self._elements = elements
-        self._budget = budget_of(memory_bytes, longest_bytes)
-        self._scratch = BufferPool(self._budget.window_bytes, self._budget.num_windows)
+        self._window_bytes = window_bytes_of(memory_bytes, longest_bytes)
+        self._scratch = BufferPool(self._window_bytes, NUM_WINDOWS)
         self._on_progress = on_progress
         self._lock = threading.Lock()
 
@@ -40,7 +40,7 @@ class FileWriter:
         other case raises CheckpointExistsError for a name that is taken. Raises the errors of a load and of a write.
         """
         stream = Stream(file.runs)
-        with closing(ReadAhead(stream, self._elements, self._scratch, self._budget)) as ahead:
+        with closing(ReadAhead(stream, self._elements, self._scratch, self._window_bytes)) as ahead:
             extents = file.extent_lengths
             planned = cut_blocks(extents, max_bytes=BLOCK_BYTES) if extents else stream.blocks
             blocks = [block._replace(content=partial(self._content, ahead, block)) for block in planned]

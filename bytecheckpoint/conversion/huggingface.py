@@ -51,13 +51,14 @@ def plan_hf(
         return (json.dumps(index, indent=2) + "\n").encode()
 
     last_name, last = (SOLE_NAME, None) if len(shards) == 1 else (INDEX_NAME, encoded)
-    return TargetPlan(files, by_rank, last_name, last, _left_out(manifest, selection))
+    metadata = [item for item in left_out_metadata(manifest) if item.name != "metadata format"]
+    return TargetPlan(files, by_rank, last_name, last, [*left_out_values(manifest, selection), *metadata])
 
 
-def _left_out(manifest: Manifest, selection: Selection) -> list[LeftOut]:
+def left_out_values(manifest: Manifest, selection: Selection) -> list[LeftOut]:
+    """Returns a record of all plain data below each name, which an HF target has no place for."""
     names = [fqn for fqn, tree in selection.trees.items() if has_plain_data(tree)]
-    plain = [LeftOut(fqn, 0, 0, "plain data") for fqn in [*names, *manifest.rank_objects]]
-    return plain + [item for item in left_out_metadata(manifest) if item.name != "metadata format"]
+    return [LeftOut(fqn, 0, 0, "plain data") for fqn in [*names, *manifest.rank_objects]]
 
 
 def _refuse_unheld(wanted: Sequence[WantedTensor]) -> None:

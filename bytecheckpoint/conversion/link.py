@@ -27,7 +27,8 @@ def link_manifest(
     view: MappedView, request: SelectionRequest, *, source: str, target: str
 ) -> tuple[Manifest, Selection]:
     """Returns the manifest to write in the folder `target`, for files below the folder `source`, and the selection that
-    it holds. Both folders are paths or URLs as stores show them.
+    it holds; of an HF target, which has tensors alone, without plain data. Both folders are paths or URLs as stores
+    show them.
 
     Raises CheckpointMismatchError (conflict) if the request needs more than a manifest.
     """
@@ -40,7 +41,7 @@ def link_manifest(
     refuse_zeros(manifest)
     selection = select(manifest, request, view.names_of_map)
     selection = replace(selection, left_out=[*view.left_out, *selection.left_out])
-    plain = PlainData(manifest, selection, request)
+    plain = None if request.to == "hf" else PlainData(manifest, selection, request)
     inside = _below(source, target)
     prefix = "" if inside is None else inside
     used = _used_files(manifest, selection)
@@ -53,8 +54,8 @@ def link_manifest(
         files=[manifest.files[file]._replace(name=join_name(prefix, manifest.files[file].name)) for file in used],
         tensors=_records(manifest, selection, numbers),
         aliases=selection.aliases,
-        objects=plain.objects(),
-        rank_objects=plain.rank_objects(),
+        objects=plain.objects() if plain else {},
+        rank_objects=plain.rank_objects() if plain else {},
         metadata=manifest.metadata,
         provenance={**provenance_of(1), "linked_from": manifest.foreign_format or OWN_FORMAT},
     )
@@ -91,23 +92,20 @@ def write_link(store: Store, manifest: Manifest, *, overwrite: bool) -> int:
 
 
 def check_reachable(store: Store, folder: str, manifest: Manifest, *, path: str) -> None:
-    """Checks that a link leads to all of its files, which are in this folder.
+    """Checks that a link leads to all of its files, which are in this folder, and that these have their lengths.
 
     Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError (truncated) or UnsafeCheckpointError
     (path_escape).
     """
-    layout.check_files(store, folder, manifest, range(len(manifest.files)))
-    for file in manifest.files:
-        byte = bytearray(min(1, file.byte_length))
-        try:
-            store.read_into(join_name(folder, file.name), 0, memoryview(byte))
-        except UnsafeCheckpointError as error:
-            raise UnsafeCheckpointError(
-                f"{path} cannot be a link to {file.name!r:.200}: {error.message}. Write the link into the folder that "
-                "really holds the files, or into one that is not above them",
-                kind=error.kind,
-                path=path,
-            ) from error
+    try:
+        layout.check_files(store, folder, manifest, range(len(manifest.files)))
+    except UnsafeCheckpointError as error:
+        raise UnsafeCheckpointError(
+            f"{path} cannot be a link to these files: {error.message}. Write the link into the folder that really "
+            "holds the files, or into one that is not above them",
+            kind=error.kind,
+            path=path,
+        ) from error
 
 
 def _below(source: str, target: str) -> str | None:

@@ -23,7 +23,7 @@ from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
 
 class _TensorPart(NamedTuple):
-    """The part of a tensor that a rank writes."""
+    """A part of a tensor that one rank writes, or all of the tensor."""
 
     tensor: int
     region: Region
@@ -34,23 +34,23 @@ def plan_own(
 ) -> TargetPlan:
     """Plans data files and a manifest of this library. Raises the errors of `encode_header`."""
     wanted = selection.wanted
-    shares = _shares(wanted, max_file_bytes, num_ranks)
-    sizes = [share.region.numel * itemsize(wanted[share.tensor].dtype) for share in shares]
+    parts = _parts(wanted, max_file_bytes, num_ranks)
+    sizes = [part.region.numel * itemsize(wanted[part.tensor].dtype) for part in parts]
     files: list[TargetFile] = []
     by_rank: list[list[int]] = []
     chunks: dict[int, list[Chunk]] = {number: [] for number in range(len(wanted))}
     for rank, numbers in enumerate(spread(sizes, num_ranks)):
-        own_shares = [shares[number] for number in numbers]
-        items = [WriteItem(*wanted[share.tensor][:3], *share.region) for share in own_shares]
-        writes = [ItemRegion(number, share.region) for number, share in enumerate(own_shares)]
+        of_rank = [parts[number] for number in numbers]
+        items = [WriteItem(*wanted[part.tensor][:3], *part.region) for part in of_rank]
+        writes = [ItemRegion(number, part.region) for number, part in enumerate(of_rank)]
         by_rank.append([])
         for index, placed in enumerate(lay_out_files(items, writes, groups=(), max_file_bytes=max_file_bytes)):
             header = encode_file_header([(chunk, chunk.byte_length, "none") for chunk in placed])
             for chunk in placed:
                 place = Chunk(chunk.region, len(files), len(header) + chunk.data_offset, chunk.byte_length)
-                chunks[own_shares[chunk.item].tensor].append(place)
+                chunks[of_rank[chunk.item].tensor].append(place)
             by_rank[-1].append(len(files))
-            runs: list[FileRun] = [header, *(_span(chunk, own_shares[chunk.item].tensor) for chunk in placed)]
+            runs: list[FileRun] = [header, *(_span(chunk, of_rank[chunk.item].tensor) for chunk in placed)]
             lengths = [chunk.byte_length for chunk in placed]
             extents = cut_extents(len(header), lengths, block_bytes=BLOCK_BYTES, state_bytes=sum(sizes))
             files.append(TargetFile(data_file_name(save_id, rank, index), runs, extents))
@@ -76,15 +76,14 @@ def plan_own(
     return TargetPlan(files, by_rank, MANIFEST_NAME, encoded)
 
 
-def _shares(wanted: Sequence[WantedTensor], max_file_bytes: int, num_ranks: int) -> list[_TensorPart]:
-    """Returns all tensors; a tensor that is larger than a file, or than the share of a rank, is cut."""
+def _parts(wanted: Sequence[WantedTensor], max_file_bytes: int, num_ranks: int) -> list[_TensorPart]:
+    """Returns the parts of all tensors: one that is larger than a file, or than the share of a rank, has several."""
     sizes = [prod(tensor.shape) * itemsize(tensor.dtype) for tensor in wanted]
     max_bytes = min(max_file_bytes, max(1 << 20, -(-sum(sizes) // num_ranks)))
     return [
         _TensorPart(number, region)
         for number, tensor in enumerate(wanted)
         for region in split_rows(whole(tensor.shape), max(1, max_bytes // itemsize(tensor.dtype)))
-        if region.numel or not prod(tensor.shape)
     ]
 
 

@@ -23,6 +23,9 @@ from bytecheckpoint.planner.copy_plan import WantedTensor
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
+NUM_WINDOWS = 3
+"""Parts of a file in memory: one is written, one read, and one lies between."""
+
 
 class TensorSpan(NamedTuple):
     """Elements of a tensor that follow one another."""
@@ -122,7 +125,7 @@ class TargetFile(NamedTuple):
 
     @property
     def byte_length(self) -> int:
-        return Stream(self.runs).byte_length
+        return sum(map(run_bytes, self.runs))
 
 
 class TargetPlan(NamedTuple):
@@ -150,34 +153,31 @@ def spread(byte_lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     return [sorted(of_rank) for of_rank in numbers]
 
 
-class Budget(NamedTuple):
-    """The memory of a conversion."""
-
-    window_bytes: int
-    """A multiple of BLOCK_BYTES."""
-    num_windows: int
-    scratch_bytes: int
-    """Memory for bytes that cannot be read straight into a window."""
-
-
-def budget_of(memory_bytes: int, longest_file: int) -> Budget:
-    """Divides `memory_bytes`, which are at least 64 MiB, into three windows and scratch memory. Windows are no longer
-    than the longest file needs.
+def scratch_bytes_of(memory_bytes: int) -> int:
+    """Returns the part of a conversion's memory, which is 64 MiB or more, for bytes that cannot be read straight into a
+    window.
     """
-    scratch_bytes = max(8 << 20, min(64 << 20, memory_bytes // 8))
-    window_bytes = min(128 << 20, (memory_bytes - scratch_bytes) // 3, longest_file + BLOCK_BYTES - 1)
-    return Budget(max(1, window_bytes // BLOCK_BYTES) * BLOCK_BYTES, 3, scratch_bytes)
+    return max(8 << 20, min(64 << 20, memory_bytes // 8))
+
+
+def window_bytes_of(memory_bytes: int, longest_file: int) -> int:
+    """Returns the length of each of the NUM_WINDOWS windows, which share the rest of the memory: a multiple of
+    BLOCK_BYTES, and no more than the longest file needs.
+    """
+    room = (memory_bytes - scratch_bytes_of(memory_bytes)) // NUM_WINDOWS
+    return max(1, min(128 << 20, room, longest_file + BLOCK_BYTES - 1) // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class ReadAhead:
     """Serves a stream to a store, block by block. While a window of it is written, the next ones are read."""
 
-    def __init__(self, stream: Stream, elements: Elements, scratch: BufferPool, budget: Budget) -> None:
+    def __init__(self, stream: Stream, elements: Elements, scratch: BufferPool, window_bytes: int) -> None:
+        """`scratch` has NUM_WINDOWS free blocks of `window_bytes`."""
         self._stream = stream
         self._elements = elements
         self._scratch = scratch
-        self._window_bytes = budget.window_bytes
-        self._num_windows = -(-stream.byte_length // budget.window_bytes)
+        self._window_bytes = window_bytes
+        self._num_windows = -(-stream.byte_length // window_bytes)
         # A thread of its own, which reads one window after another, and none of the remaining ones after `close`.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="bcp-read-ahead")
         self._changed = Condition()
@@ -187,7 +187,7 @@ class ReadAhead:
         self._windows: dict[int, Future[memoryview]] = {}
         self._failure: BaseException | None = None
         """Error of the first block that was not written."""
-        for number in range(min(budget.num_windows, self._num_windows)):
+        for number in range(min(NUM_WINDOWS, self._num_windows)):
             self._windows[number] = self._pool.submit(self._read, number)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.storage.backends.direct_io import PAGE_BYTES, _open_direct
 from bytecheckpoint.storage.backends.file_lock import ProcessLock
+from bytecheckpoint.storage.backends.posix_errors import describe, write_error
 from bytecheckpoint.storage.backends.posix_files import free_bytes, preallocate, sync_folder, sync_to_disk
 
 _NUM_SYNCS = 7
@@ -47,11 +48,11 @@ class FilesystemFeatures:
 
 def probe_filesystem(folder: str) -> FilesystemFeatures:
     """Tries every feature in an existing folder. Files `probe` and `probe-link` in it are overwritten, and deleted at
-    the end. Raises OSError if it cannot write there.
+    the end. Raises the error of a write if it cannot write there.
     """
-    status = os.statvfs(folder)
     path = os.path.join(folder, "probe")
     try:
+        status = os.statvfs(folder)
         return FilesystemFeatures(
             file_system=_file_system(folder),
             free_bytes=free_bytes(folder),
@@ -63,6 +64,10 @@ def probe_filesystem(folder: str) -> FilesystemFeatures:
             file_sync_s=_median_of(lambda: _write_and_sync(path)),
             folder_sync_s=_median_of(lambda: sync_folder(folder)),
         )
+    except OSError as error:
+        raise write_error(
+            error, path, reason=describe(error), needed_bytes=4096, free_bytes=None, may_be_done=False
+        ) from error
     finally:
         for name in (path, f"{path}-link"):
             with suppress(OSError):

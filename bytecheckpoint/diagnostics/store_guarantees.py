@@ -17,7 +17,8 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.runtime.threads import map_jobs
-from bytecheckpoint.storage.inventory import HasPendingUploads, PendingUpload
+from bytecheckpoint.storage.garbage import pending_uploads
+from bytecheckpoint.storage.inventory import HasPendingUploads
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Access, FillHook, Store, one_block
 
@@ -43,10 +44,11 @@ class GuaranteeCheck(NamedTuple):
 class ProbeStore:
     """A folder of another store. Notes the names that are written, so that `clear` can delete them."""
 
-    def __init__(self, store: Store, folder: str) -> None:
+    def __init__(self, store: Store, folder: str, names: set[str] | None = None) -> None:
+        """`names` are those of another ProbeStore of the same folder, for one `clear` of what both have written."""
         self.store = store
         self.folder = folder
-        self._names: set[str] = set()
+        self.names = set[str]() if names is None else names
 
     def __str__(self) -> str:
         return join_name(str(self.store), self.folder)
@@ -56,7 +58,7 @@ class ProbeStore:
         return self.store.access
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
-        self._names.add(name)
+        self.names.add(name)
         self.store.write(join_name(self.folder, name), blocks, replace=replace)
 
     def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None) -> None:
@@ -67,27 +69,23 @@ class ProbeStore:
 
     def delete(self, name: str) -> None:
         self.store.delete(join_name(self.folder, name))
-        self._names.discard(name)
+        self.names.discard(name)
 
     def clear(self) -> None:
-        """Deletes everything that was written through this object, and aborts all unfinished uploads in the folder.
+        """Deletes everything that was written, and aborts all unfinished uploads in the folder that the store lists.
         Raises the first error of `delete`, after all were tried.
         """
         errors = []
-        for name in sorted(self._names):
+        for name in sorted(self.names):
             try:
                 self.delete(name)
             except CheckpointError as error:
                 errors.append(error)
-        for upload in self.pending_uploads():
+        for upload in pending_uploads(self.store, self.folder)[0]:
             if isinstance(self.store, HasPendingUploads):
                 self.store.abort_upload(upload)
         if errors:
             raise errors[0]
-
-    def pending_uploads(self) -> Sequence[PendingUpload]:
-        """Returns the unfinished uploads; none if the store does not list them."""
-        return self.store.pending_uploads(self.folder) if isinstance(self.store, HasPendingUploads) else ()
 
 
 def put(store: Store, name: str, content: bytes, *, replace: bool = False) -> None:
@@ -145,7 +143,8 @@ def _check_create_only(store: ProbeStore) -> _Found:
     with suppress(CheckpointExistsError):
         put(store, "created", b"other")
         return False, "a name that was taken was written again: a committed checkpoint could be replaced"
-    return get(store, "created", 0, 5) == b"first", "a name that is taken is refused"
+    is_same = get(store, "created", 0, 5) == b"first"
+    return is_same, "a name that is taken is refused" + ("" if is_same else ", and yet its bytes are others now")
 
 
 def _check_race(store: ProbeStore) -> _Found:
@@ -202,9 +201,11 @@ def _check_whole_or_nothing(store: ProbeStore) -> _Found:
         _write_large(store, "stopped", before_last=stop)
     if "stopped" in store.list(""):
         return False, "an object whose writing was stopped is there, cut short"
-    pending = store.pending_uploads()
+    pending, not_looked_for = pending_uploads(store.store, store.folder)
     if pending:
         return False, f"{len(pending)} unfinished uploads are left, and cost space until someone aborts them"
+    if not_looked_for:
+        return True, f"an object whose writing was stopped is not there; uploads were not looked for: {not_looked_for}"
     return True, "an object whose writing was stopped leaves nothing"
 
 

@@ -31,6 +31,7 @@ _ORDER = ("wait", "plan", "stage", "write", "upload", "commit")
 _START = "start"
 """The time before a rank called save, while the others waited for it."""
 _MAX_PHASES = 16
+_NUM_SLOWEST = 5
 
 
 class PhaseSpan(msgspec.Struct, frozen=True):
@@ -195,18 +196,19 @@ def _phase(name: str, ranks: Sequence[RankRecord]) -> Phase:
 
 
 def first_call(ranks: Sequence[RankRecord]) -> float:
-    """Returns the time of the earliest call of any rank, in seconds since 1970."""
+    """Returns the time of the earliest call of any rank, in seconds since 1970. `ranks` is not empty."""
     return min(record.started_at for record in ranks)
 
 
-def end_of(record: RankRecord, ranks: Sequence[RankRecord]) -> float:
-    """Returns the time at which a rank ended, in seconds since the earliest call of any rank."""
-    return record.started_at - first_call(ranks) + record.end
+def last_end(ranks: Sequence[RankRecord]) -> float:
+    """Returns the last end of a phase of any rank, in seconds since the earliest call of any. `ranks` is not empty."""
+    first = first_call(ranks)
+    return max(record.started_at - first + record.end for record in ranks)
 
 
-def slowest_ranks(ranks: Sequence[RankRecord], phases: Sequence[Phase], count: int) -> list[SlowRank]:
-    """Returns the `count` ranks that ended last, the last one first, each with the phase in which it lost the most time
-    against the median.
+def slowest_ranks(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> list[SlowRank]:
+    """Returns the 5 ranks that ended last, the last one first, each with the phase in which it lost the most time
+    against the median. `ranks` is not empty.
     """
     first = first_call(ranks)
     starts = [record.started_at - first for record in ranks]
@@ -214,7 +216,7 @@ def slowest_ranks(ranks: Sequence[RankRecord], phases: Sequence[Phase], count: i
     medians = {name: median(seconds) for name, seconds in candidates}
     order = sorted(range(len(ranks)), key=lambda index: -(starts[index] + ranks[index].end))
     slow = []
-    for index in order[:count]:
+    for index in order[:_NUM_SLOWEST]:
         name, seconds = max(candidates, key=lambda item: (item[1][index] - medians[item[0]], item[1][index]))
         record = ranks[index]
         end_s = starts[index] + record.end

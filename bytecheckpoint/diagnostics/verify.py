@@ -119,7 +119,7 @@ def verify_checkpoint(
     names = [join_name(folder, file.name) for file in files]
     scan(store, names, pieces, threads=threads, on_done=on_done)
     contents = _FileContents(manifest)
-    skipped = _without_sound_header(files, sizes, faults)
+    skipped = _with_known_header_faults(files, sizes, faults)
     faults += _sample_faults(store, names, files, sizes, threads=threads)
     faults += _header_faults(store, names, manifest, contents, skipped=skipped, threads=threads)
     if any(fault.kind == "missing_file" for fault in faults):
@@ -144,9 +144,9 @@ def verify_checkpoint(
 
 def _count_sound(manifest: Manifest, hit: AbstractSet[str], doubtful_files: AbstractSet[int]) -> int:
     """Counts the tensors that no damage names and that have no byte in a doubtful file."""
-    others = (fqn for fqn in manifest.tensors if fqn not in hit)
     if not doubtful_files:
         return len(manifest.tensors) - len(hit)
+    others = (fqn for fqn in manifest.tensors if fqn not in hit)
     return sum(doubtful_files.isdisjoint(manifest.tensors[fqn].files) for fqn in others)
 
 
@@ -229,10 +229,10 @@ class _FileContents:
         return fault.byte_offset
 
 
-def _without_sound_header(
+def _with_known_header_faults(
     files: Sequence[DataFile], sizes: Sequence[int | None], faults: Iterable[ScanFault]
 ) -> set[int]:
-    """Returns the indices of the files that are missing, or whose header has bytes that are known to be damaged."""
+    """Returns the indices of the files that are missing, or of whose header, in the first extent, a fault is known."""
     first_extents = {index: file.extent_lengths[0] for index, file in enumerate(files) if file.extent_lengths}
     missing = {index for index, size in enumerate(sizes) if size is None}
     return missing | {fault.file for fault in faults if fault.byte_offset < first_extents.get(fault.file, 1)}

@@ -53,6 +53,8 @@ class ForeignPlace(NamedTuple):
     file: str
     """Name in the folder; "" if the folder is the checkpoint."""
     format: Format
+    num_bytes: int = 0
+    """Length of the file."""
 
 
 def find_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ForeignPlace | None:
@@ -100,9 +102,9 @@ def find_file(store: Store, folder: str, name: str, num_bytes: int) -> ForeignPl
         raise damaged(file.path, "it is empty", kind="truncated")
     head = file.read(0, min(num_bytes, _HEAD_BYTES))
     if name.endswith(safetensors_files.INDEX_SUFFIX) or head[8:9] == b"{":
-        return ForeignPlace(folder, name, "safetensors")
+        return ForeignPlace(folder, name, "safetensors", num_bytes)
     if head.startswith((torch_file.ZIP_MAGIC, torch_file.LEGACY_MAGIC)):
-        return ForeignPlace(folder, name, "torch.save")
+        return ForeignPlace(folder, name, "torch.save", num_bytes)
     raise CheckpointNotFoundError(
         f"{file.path} is a file of no format that is known: neither safetensors nor torch.save wrote it, as far as its "
         "first bytes tell; it was not touched: give the folder of a checkpoint, or the path of such a file",
@@ -132,7 +134,10 @@ def read_manifest(store: Store, place: ForeignPlace) -> Manifest:
     CheckpointCorruptError, UnsafeCheckpointError or StorageError. A damaged checkpoint may also raise ValueError,
     OverflowError or MemoryError, which `manifest_bytes` turns into CheckpointCorruptError.
     """
-    source = SourceFolder(store, place.folder, store.list(place.folder))
+    # Of a file beside thousands of others, a list of checkpoints reads each: only an index needs the listing.
+    is_alone = place.file and not place.file.endswith(safetensors_files.INDEX_SUFFIX)
+    listing = {place.file: place.num_bytes} if is_alone else store.list(place.folder)
+    source = SourceFolder(store, place.folder, listing)
     if place.file:
         _read_file(source, place)
     else:

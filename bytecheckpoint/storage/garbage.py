@@ -111,7 +111,7 @@ def find_leftovers(store: Store, folder: str) -> Garbage:
         owner = _owner_of(item.name)
         if owner is not None:
             leftover_of(owner).add(*item)
-    uploads, not_looked_for = _pending_uploads(store, folder)
+    uploads, not_looked_for = pending_uploads(store, folder)
     for upload in uploads:
         parent, _, last = upload.name.rpartition("/")
         owner = _owner_of(upload.name) or ((parent, "") if last == MANIFEST_NAME else None)
@@ -135,8 +135,10 @@ def find_leftovers(store: Store, folder: str) -> Garbage:
     return Garbage(found, unreadable, not_looked_for)
 
 
-def _pending_uploads(store: Store, folder: str) -> tuple[Sequence[PendingUpload], str]:
-    """Returns the unfinished uploads, or none and the reason: listing them takes a permission of its own."""
+def pending_uploads(store: Store, folder: str) -> tuple[Sequence[PendingUpload], str]:
+    """Returns the unfinished uploads below a folder; or none, and why the store does not list them, which takes a
+    permission of its own.
+    """
     if not isinstance(store, HasPendingUploads):
         return [], ""
     try:

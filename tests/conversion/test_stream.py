@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from bytecheckpoint.conversion.stream import Budget, ReadAhead, Stream
+from bytecheckpoint.conversion.stream import NUM_WINDOWS, ReadAhead, Stream
 from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage.object_io import take_blocks
@@ -28,9 +28,8 @@ class NoElements:
 
 @pytest.fixture
 def ahead():
-    budget = Budget(WINDOW_BYTES, 3, 0)
-    scratch = BufferPool(WINDOW_BYTES, 3)
-    reading = ReadAhead(Stream([CONTENT]), NoElements(), scratch, budget)
+    scratch = BufferPool(WINDOW_BYTES, NUM_WINDOWS)
+    reading = ReadAhead(Stream([CONTENT]), NoElements(), scratch, WINDOW_BYTES)
     yield reading
     reading.close()
 

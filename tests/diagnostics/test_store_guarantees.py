@@ -9,7 +9,7 @@ from broken_stores import ForgetfulStore, GenerousStore, KeepingStore, Replacing
 from faults.seams import files_under
 
 from bytecheckpoint.diagnostics.store_guarantees import ProbeStore, check_guarantees
-from bytecheckpoint.errors import StorageError
+from bytecheckpoint.errors import CheckpointExistsError, StorageError
 from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
@@ -38,6 +38,21 @@ def test_a_replace_that_is_ignored_is_called_one(tmp_path) -> None:
     store = ProbeStore(KeepingStore(str(tmp_path), writer_threads=1), "probe")
     (check,) = (check for check in check_guarantees(store) if check.name == "replace")
     assert (check.is_kept, check.what) == (False, "the old bytes are read after they were replaced")
+
+
+def test_a_refused_name_whose_bytes_changed_is_told_as_such(tmp_path, monkeypatch) -> None:
+    write = LocalStore.write
+
+    def refuse_late(store: LocalStore, name: str, blocks, *, replace: bool) -> None:
+        is_taken = (tmp_path / name).exists()
+        write(store, name, blocks, replace=replace or is_taken)
+        if is_taken and not replace:
+            raise CheckpointExistsError("taken", kind="exists")
+
+    monkeypatch.setattr(LocalStore, "write", refuse_late)
+    store = ProbeStore(LocalStore(str(tmp_path), writer_threads=1), "probe")
+    (check,) = (check for check in check_guarantees(store) if check.name == "create_only")
+    assert (check.is_kept, check.what) == (False, "a name that is taken is refused, and yet its bytes are others now")
 
 
 def test_clearing_goes_on_where_one_object_stays(tmp_path) -> None:

@@ -90,6 +90,12 @@ def test_an_index_that_the_tensor_does_not_have_is_wrong_usage_with_the_shape(ca
     assert "3 x 4 x 5" in ended.err
 
 
+def test_a_part_of_a_plain_value_is_wrong_usage_and_not_called_missing(call, stored) -> None:
+    ended = call("cat", stored, "nested.list[0]")
+    assert ended.code == 2
+    assert "nested.list is a plain value, of which no part is printed: leave out [0]" in ended.err
+
+
 def test_a_name_that_is_not_there_is_exit_code_3_with_near_names(call, saved_root) -> None:
     ended = call("cat", saved_root, "embed.weight[0]")
     assert ended.code == 3

@@ -38,6 +38,33 @@ def test_nothing_is_written_beside_steps(call, tmp_path, to) -> None:
     assert files_in(tmp_path / "run") == before
 
 
+def test_nothing_is_written_as_a_step_below_a_checkpoint(call, tmp_path) -> None:
+    bcp.save(tmp_path / "run", {"x": torch.ones(2)})
+    ended = call("convert", tmp_path / "run", tmp_path / "run" / "step_00000001", "--to", "bcp")
+    assert ended.code == 2
+    assert "would be a step below it, which would hide it; nothing was written" in ended.err
+
+
+def test_a_file_of_torch_needs_a_name(call, tmp_path) -> None:
+    bcp.save(tmp_path / "run", {"x": torch.ones(2)})
+    ended = call("convert", tmp_path / "run", f"{tmp_path}/out/", "--to", "torch")
+    assert ended.code == 2
+    assert "names no file" in ended.err
+
+
+def test_a_link_to_files_that_lie_outside_of_its_folder_is_refused_with_where_to_write_it(call, tmp_path) -> None:
+    """As in the cache of Hugging Face, whose snapshots are links to blobs beside them."""
+    snapshot, blobs = tmp_path / "model" / "snapshots" / "a1", tmp_path / "model" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save_file({"x": torch.ones(2)}, blobs / "b")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/b")
+    ended = call("convert", snapshot, snapshot, "--to", "bcp", "--link")
+    assert ended.code == 1
+    assert f"{snapshot} cannot be a link to these files: the name 'model.safetensors' was refused" in ended.err
+    assert "Write the link into the folder that really holds the files" in ended.err
+
+
 def test_a_link_belongs_into_the_folder_of_its_step(call, tmp_path) -> None:
     bcp.save(tmp_path / "run", STATE, step=5)
     ended = call("convert", tmp_path / "run", tmp_path / "run", "--to", "bcp", "--link")
@@ -239,6 +266,13 @@ def test_a_target_that_is_neither_file_nor_folder_is_not_replaced(call, tmp_path
     assert ended.code == 2
     assert "pipe.pt is there already, and neither a file nor a folder; nothing was written" in ended.err
     assert (tmp_path / "pipe.pt").is_fifo()
+
+
+def test_a_file_name_that_is_too_long_is_an_error_of_the_storage(call, tmp_path) -> None:
+    bcp.save(tmp_path / "run", {"x": torch.ones(2)})
+    ended = call("convert", tmp_path / "run", tmp_path / ("x" * 300), "--to", "torch")
+    assert ended.code == 4
+    assert f"error: cannot write {tmp_path}/xxx" in ended.err
 
 
 def test_a_file_with_a_time_in_its_name_is_refused_with_what_to_do(call, tmp_path) -> None:

@@ -6,6 +6,7 @@ import math
 import shutil
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_files import data_file, flip
@@ -320,3 +321,19 @@ def test_the_same_bytes_elsewhere_in_a_file_are_not_read(call, tmp_path, reads) 
     assert result["same"]
     assert (result["read_num_bytes"], reads) == (0, [])
     assert result["same_checksum_num_bytes"] == 4 * 600_009
+
+
+def test_numbers_in_plain_data_are_compared_within_the_tolerance_too(call, tmp_path) -> None:
+    def state(by: float) -> dict[str, object]:
+        table = np.array([1.0, 2.0 + by], np.float32)
+        return {"loss": 1.0 + by, "list": [1.0 + by, 2], "table": table, "inner": [{"rate": 3.0 + by}], "name": "a"}
+
+    a, b = save(tmp_path / "a", {"run": state(0.0)}), save(tmp_path / "b", {"run": state(0.25)})
+    assert call("diff", a, b, "--atol", 0.5).code == 0
+    differing = {"run.loss", "run.list", "run.table", "run.inner"}
+    for options in ([], ["--atol", 0.125]):
+        result = call("diff", a, b, *options, "--json")
+        assert (result.code, {item["fqn"] for item in result.json["objects"]}) == (1, differing)
+    other = save(tmp_path / "other", {"run": {**state(0.0), "list": [1, 2], "table": np.ones(3, np.float32)}})
+    found = call("diff", a, other, "--atol", 9, "--json").json["objects"]
+    assert {item["fqn"] for item in found} == {"run.list", "run.table"}  # of another type, of another shape

@@ -149,6 +149,28 @@ def test_values_that_an_export_holds_in_another_form_are_the_same(call, tmp_path
     assert not result["only_in_b"]
 
 
+def test_empty_dicts_that_an_export_lacks_are_named_as_not_compared(call, tmp_path) -> None:
+    optimizer = torch.optim.Adam([("w", torch.nn.Parameter(torch.ones(3)))])  # without state
+    bcp.save(
+        tmp_path / "run", {"optimizer": optimizer, "run": {"notes": {}, "name": "a", "inner": {"x": {}}}, "all": {}}
+    )
+    convert(call, tmp_path / "run", tmp_path / "dcp", "--to", "dcp")
+    ended = call("diff", tmp_path / "run", tmp_path / "dcp", "--to", "dcp")
+    assert ended.code == 0, ended.out
+    for name in ("run.notes", "run.inner", "all"):
+        assert f"not compared: {name} (empty, " in ended.out
+
+
+def test_values_that_hugging_face_has_no_place_for_do_not_keep_it_from_a_comparison(call, tmp_path) -> None:
+    model = {"a": torch.ones(2), "b": torch.ones(3)}
+    bcp.save(tmp_path / "run", {"model": model, "others": {"pair": [torch.ones(2), 1]}})
+    options = ["--to", "hf", "--exclude", "*.b"]
+    convert(call, tmp_path / "run", tmp_path / "hf", *options)
+    ended = call("diff", tmp_path / "run", tmp_path / "hf", *options)
+    assert ended.code == 0, ended.out + ended.err
+    assert "not compared: others (plain data)" in ended.out
+
+
 def test_stripping_a_prefix_is_a_rename(call, run, tmp_path) -> None:
     convert(call, run, tmp_path / "hf", "--to", "hf")
     torch.save(load_file(tmp_path / "hf" / "model.safetensors"), tmp_path / "bare.pt")

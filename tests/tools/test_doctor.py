@@ -4,6 +4,7 @@ it measured.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import uuid
@@ -14,12 +15,14 @@ from broken_stores import ForgetfulStore
 from faults.seams import Seam, before, files_under, raising
 from fsspec.implementations.memory import MemoryFileSystem
 
+from bytecheckpoint.diagnostics import filesystem_features
 from bytecheckpoint.diagnostics.filesystem_features import probe_filesystem
 from bytecheckpoint.diagnostics.store_speed import Latency, Speed
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.storage import open_store
 from bytecheckpoint.storage.backends import local_store as local_store_module
+from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.tools import doctor
 from bytecheckpoint.tools.analysis.recommend import CompressionSpeed, recommend
 
@@ -81,8 +84,41 @@ def test_a_storage_that_refuses_is_an_error(call, tmp_path) -> None:
     ended = call("doctor", tmp_path / "file" / "run", *QUICK)
     assert ended.code in {3, 4}
     assert ended.err.startswith("error: ")
+    ended = call("doctor", tmp_path / ("x" * 300), *QUICK)
+    assert ended.code == 4
+    assert "File name too long" in ended.err
     with before(Seam(local_store_module.LocalStore, "write"), raising(StorageError("no", kind="permission"))):
         assert call("doctor", tmp_path / "run", *QUICK).code == 4
+
+
+def test_the_error_of_a_write_is_not_hidden_by_one_of_the_removal(call, tmp_path) -> None:
+    seam = Seam(local_store_module.LocalStore, "write"), Seam(local_store_module.LocalStore, "delete")
+    with (
+        before(seam[0], raising(StorageError("no writing", kind="permission"))),
+        before(seam[1], raising(StorageError("no deleting", kind="permission"))),
+    ):
+        assert call("doctor", tmp_path / "run", *QUICK).err == "error: no writing\n"
+
+
+def test_a_file_system_that_is_full_is_no_failure_to_print(call, tmp_path) -> None:
+    with before(Seam(filesystem_features, "_write_and_sync"), raising(OSError(errno.ENOSPC, "full"))):
+        ended = call("doctor", tmp_path, *QUICK)
+    assert ended.code == 4
+    assert ended.err.startswith(f"error: cannot write {tmp_path}/.tmp-doctor-")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_uploads_that_may_not_be_listed_lose_no_finding(call, tmp_path, monkeypatch) -> None:
+    def refuse(_store: LocalStore, _folder: str) -> None:
+        raise StorageError("not allowed to list uploads", kind="permission")
+
+    monkeypatch.setattr(LocalStore, "pending_uploads", refuse, raising=False)
+    monkeypatch.setattr(LocalStore, "abort_upload", lambda *_: None, raising=False)
+    found = call("doctor", tmp_path, *QUICK, "--json")
+    assert found.code == 0
+    (check,) = (each for each in found.json["checks"] if each["name"] == "whole_or_nothing")
+    assert check["kept"]
+    assert check["what"].endswith("uploads were not looked for: not allowed to list uploads")
 
 
 def test_an_interruption_leaves_nothing(call, tmp_path) -> None:

@@ -11,6 +11,10 @@ from checkpoint_files import flip
 from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
+from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint
+from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.tools.listing import space
 
 
 def bytes_of(folder) -> int:
@@ -125,6 +129,30 @@ def test_a_file_of_another_format(call, tmp_path, where) -> None:
     found = call("du", tmp_path / "w.pt" if where == "file" else tmp_path, "--json").json
     assert found["num_bytes"] == (tmp_path / "w.pt").stat().st_size
     assert found["entries"] == [{"name": "w", "num_bytes": 200, "tied_num_bytes": 0}]
+
+
+def test_one_that_is_deleted_meanwhile_does_not_hide_the_others(call, root, monkeypatch) -> None:
+    bcp.save(root, {"x": 1}, step=7)
+    read = space.manifest_of
+
+    def read_without_7(found: FoundCheckpoint) -> Manifest:
+        if found.folder.endswith("7"):
+            bcp.delete(root, step=7)
+        return read(found)
+
+    monkeypatch.setattr(space, "manifest_of", read_without_7)
+    assert sorted(item["step"] for item in call("du", root, "--json").json["checkpoints"]) == [5, 1000]
+
+
+@pytest.mark.parametrize("command", ["ls", "du"])
+def test_files_beside_one_another_are_read_without_a_listing_for_each(call, tmp_path, monkeypatch, command) -> None:
+    for number in range(20):
+        torch.save({"weight": torch.ones(2)}, tmp_path / f"{number}.pt")
+    listed = []
+    list_folder = LocalStore.list
+    monkeypatch.setattr(LocalStore, "list", lambda store, name: (listed.append(name), list_folder(store, name))[1])
+    assert len(call(command, tmp_path, "--json").json["checkpoints"]) == 20
+    assert len(listed) < 10
 
 
 def test_what_is_left_of_a_folder_of_another_format_is_counted(call, tmp_path) -> None:

@@ -67,6 +67,14 @@ def test_how_old_is_dead_can_be_said(call, root, age, is_dead) -> None:
     assert item["dead"] is is_dead
 
 
+def test_a_change_in_a_year_that_no_calendar_has_is_shown_as_unknown(call, root, monkeypatch) -> None:
+    leave(root, 7, DEAD, age_s=0)
+    add = garbage.Leftover.add  # not every file system takes such a time
+    monkeypatch.setattr(garbage.Leftover, "add", lambda item, name, size, _: add(item, name, size, 2.0**40))
+    (item,) = call("gc", root, "--json").json["leftovers"]
+    assert (item["changed_at"], item["dead"], item["why"]) == (None, False, "young")
+
+
 def test_a_save_can_be_named_whatever_its_age(call, root) -> None:
     dead, young = leave(root, 7, DEAD, age_s=0), leave(root, 8, YOUNG, age_s=2 * DAY_S)
     (item,) = call("gc", root, "--save-id", DEAD, "--delete", "--json").json["leftovers"]
@@ -138,7 +146,7 @@ def test_what_could_not_be_removed_is_not_called_removed(call, root, monkeypatch
 
 def test_uploads_that_may_not_be_listed_are_told_and_the_rest_is_done(call, root, monkeypatch) -> None:
     dead = leave(root, 7, DEAD, age_s=2 * DAY_S)
-    monkeypatch.setattr(garbage, "_pending_uploads", lambda _store, _folder: ([], "not allowed to list uploads"))
+    monkeypatch.setattr(garbage, "pending_uploads", lambda _store, _folder: ([], "not allowed to list uploads"))
     assert "unfinished uploads were not looked for: not allowed to list uploads" in call("gc", root).out
     ended = call("gc", root, "--delete", "--json")
     assert ended.code == 0

@@ -253,3 +253,12 @@ def test_steps_that_training_left_behind_go_first(call, run) -> None:
     assert kept_steps(ended) == [1000, 1500]
     assert [item["step"] for item in ended.json["checkpoints"] if item["abandoned"]] == [2000, 2500]
     assert "abandoned; no policy keeps it" in call("keep", run, "--latest", 2).out
+
+
+def test_a_deletion_of_an_earlier_process_that_cannot_be_finished_is_told_and_the_rest_is_done(call, run) -> None:
+    refusing = raising(bcp.StorageError("no permission", kind="permission"))
+    with before(Seam(retention, "finish_deletions"), refusing):
+        ended = call("keep", run, "--latest", 1, "--delete")
+    assert ended.code == 4
+    assert "not deleted: no permission" in ended.out
+    assert kept_steps(call("keep", run, "--latest", 1, "--json")) == [2500]

@@ -20,6 +20,7 @@ from bytecheckpoint.storage import garbage, layout
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
+from bytecheckpoint.tools.render.number_format import size_text
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -93,6 +94,16 @@ def test_rm_refuses_the_newest(call, run, form) -> None:
     assert bcp.steps(run) == [5, 10, 15]
     assert call("rm", *args, "--force").code == 0
     assert bcp.steps(run) == [5, 10]
+
+
+def test_rm_of_a_link_counts_no_file_that_stays(call, tmp_path) -> None:
+    source, link = tmp_path / "source", tmp_path / "link"
+    bcp.save(source, {"x": torch.ones(1000)})
+    stays = bcp.open(source).info.num_bytes
+    assert call("convert", source, link, "--to", "bcp", "--link").code == 0
+    expected = f"deleted {link}: 0 B; {size_text(stays)} that it pointed to stay where they are\n"
+    assert call("rm", link).out == expected
+    assert call("verify", source).code == 0
 
 
 def test_rm_refuses_the_newest_behind_a_link(call, tmp_path) -> None:

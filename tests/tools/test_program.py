@@ -310,6 +310,9 @@ def test_a_local_file_in_a_folder_that_is_not_there_is_wrong_usage(call, saved_r
     assert not target.parent.exists()
     (tmp_path / "file").write_text("x")
     assert "is not a folder" in call(command, saved_root, option, tmp_path / "file" / "page").err
+    ended = call(command, saved_root, option, tmp_path / ("x" * 300) / "page")
+    assert ended.code == 2
+    assert "cannot be looked at: File name too long" in ended.err
 
 
 @pytest.mark.parametrize(("command", "option"), [("show", "--html"), ("timeline", "--trace")])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fractions
+from dataclasses import replace
+from datetime import datetime
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -11,6 +13,9 @@ from checkpoint_files import flip
 from test_report import browse, check_needs_nothing_but_itself, in_browser, words
 
 import bytecheckpoint as bcp
+from bytecheckpoint.manifest import encode_manifest
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.tools.render.html.line_chart import Curve, line_chart
 from bytecheckpoint.tools.render.number_format import size_text
 
@@ -51,6 +56,21 @@ def test_sizes_times_stalls_rates_and_metrics_are_drawn_over_the_steps(call, run
     rows = list(page.iter("tbody"))[-1]
     assert len(rows) == 6
     assert "6 checkpoints, " in words(page)
+
+
+def test_a_time_without_a_zone_is_one_of_utc_in_every_list(call, tmp_path) -> None:
+    """As another program may have put it into a manifest."""
+    for step in (1, 2):
+        bcp.save(tmp_path, {"x": 1}, step=step)
+    store = LocalStore(str(tmp_path), writer_threads=1)
+    for text in ("2026-01-01T00:00:00", "0001-01-01T00:00:00"):
+        manifest = layout.read_manifest(store, "step_00000001")
+        manifest = replace(manifest, provenance={**manifest.provenance, "created_at": text})
+        (tmp_path / "step_00000001" / layout.MANIFEST_NAME).write_bytes(encode_manifest(manifest))
+        assert bcp.open(tmp_path, step=1).info.created_at == datetime.fromisoformat(f"{text}+00:00")
+        for command in ("ls --sort saved", f"report --out {tmp_path}/page.html", "watch --once", "keep --latest 1"):
+            name, *options = command.split()
+            assert call(name, tmp_path, *options).code == 0
 
 
 def test_a_root_of_steps_and_one_checkpoint_have_pages(call, runs) -> None:

@@ -205,6 +205,20 @@ def test_an_old_step_that_is_replaced_before_its_first_turn_is_found_too(tmp_pat
     assert found == [("step_00000020", True)]
 
 
+def test_a_manifest_that_a_stale_listing_calls_longer_comes_with_a_later_look(tmp_path, monkeypatch) -> None:
+    bcp.save(tmp_path, {"x": 1}, step=1)
+    list_now = LocalStore.list
+
+    def list_stale(store: LocalStore, folder: str) -> dict[str, int | None]:
+        return {name: size and size + 1 for name, size in list_now(store, folder).items()}
+
+    commits = CommitWatch(LocalStore(str(tmp_path), writer_threads=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "list", list_stale)
+        assert list(commits.look()) == []
+    assert [commit.checkpoint.step for commit in commits.look()] == [1]
+
+
 def test_an_old_step_that_may_not_be_read_does_not_keep_it_from_beginning(tmp_path, monkeypatch) -> None:
     for step in range(10):
         bcp.save(tmp_path, {"x": 1}, step=step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.options import LoadOptions
 
 from ..arguments import Opened
-from ..render.terminal import byte_progress
 from .named_values import NamedValues, ValueKey, is_same, named_values
 from .summary import NaturalOrder, in_natural_order, plain_value
 from .tensor_diff import ComparedTensors, TensorDiff, TensorPair
@@ -91,9 +91,11 @@ def compare_checkpoints(
     ignore_dtype: bool,
     is_wanted: Callable[[str], bool],
     threads: int,
+    progress: Callable[[int], AbstractContextManager[Callable[[int], None]]],
 ) -> CheckpointDiff:
     """Returns all differences under the wanted names, of tensors also those within the tolerance. Without a tolerance
-    every bit counts, but tensors of two dtypes are compared by value.
+    every bit counts, but tensors of two dtypes are compared by value. `progress` gets the number of bytes to compare,
+    of both checkpoints, and returns a context that counts them.
 
     Raises the errors of a load.
     """
@@ -105,14 +107,14 @@ def compare_checkpoints(
     same_shape = [pair for pair in pairs.values() if a.manifest.describe(pair.a)[1] == b.manifest.describe(pair.b)[1]]
     comparison = TensorDiff(a, b, same_shape, tolerance=tolerance)
     num_bytes = comparison.num_bytes
-    with byte_progress("comparing", num_bytes) as on_progress:
+    with progress(num_bytes) as on_progress:
         compared = comparison.run(threads=threads, on_progress=on_progress)
     tensors = [_difference(fqn, pair, (a, b), compared, ignore_dtype=ignore_dtype) for fqn, pair in pairs.items()]
     return CheckpointDiff(
         only_in_a=in_natural_order(named_a.tensors.keys() - named_b.tensors.keys()),
         only_in_b=in_natural_order(named_b.tensors.keys() - named_a.tensors.keys()),
         num_tensors=len(common),
-        tensors=[tensor for tensor in tensors if tensor.problems or _is_near(tensor)],
+        tensors=[tensor for tensor in tensors if tensor.problems or _has_distance(tensor)],
         objects=_object_differences(named_a, named_b, tolerance),
         num_objects=len(named_a.values.keys() | named_b.values.keys()),
         num_bytes_read=num_bytes,
@@ -135,8 +137,8 @@ def _with_small_tensors(named: NamedValues, opened: Opened, other: NamedValues) 
     return NamedValues(tensors, named.values | {ValueKey(fqn, None): read[name] for fqn, name in small.items()})
 
 
-def _is_near(tensor: TensorDifference) -> bool:
-    """Returns True if numbers differ; of a tensor without problems, all of them within the tolerance."""
+def _has_distance(tensor: TensorDifference) -> bool:
+    """Returns True if numbers differ, even if only within the tolerance."""
     return tensor.values is not None and bool(tensor.values.max_abs)
 
 

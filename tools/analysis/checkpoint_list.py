@@ -66,6 +66,23 @@ class ListedCheckpoint:
     """True if the problem is no damage: a file of another program has values that are never loaded."""
 
     @property
+    def is_damaged(self) -> bool:
+        return self.problem is not None and not self.is_refused
+
+    @property
+    def state(self) -> str:
+        """The first that holds of `damaged`, `refused`, `not committed`, `pinned` and `leased`; else `committed`, or
+        the format of another program.
+        """
+        if self.problem:
+            return "damaged" if self.is_damaged else "refused"
+        if not self.committed:
+            return "not committed"
+        if self.is_pinned or self.leased_until:
+            return "pinned" if self.is_pinned else "leased"
+        return "committed" if self.format == OWN_FORMAT else self.format
+
+    @property
     def name(self) -> str:
         """Path within its run, or within the root."""
         return self.folder.removeprefix(f"{self.run}/") if self.run else self.folder
@@ -250,6 +267,15 @@ def read_checkpoint(
         is_pinned=is_pinned,
         leased_until=_lease_end(found.store, folder) if LEASES_FOLDER in entries else None,
     )
+
+
+def read_sole(found: FoundCheckpoint) -> ListedCheckpoint:
+    """Describes a checkpoint that stands alone. Raises CheckpointNotFoundError (not_found) if it was deleted since."""
+    item = read_checkpoint(found, None)
+    if item is None:
+        what = f"{found.path} was there and is gone, or a file of it is"
+        raise CheckpointNotFoundError(what, kind="not_found", path=found.path)
+    return item
 
 
 def _lease_end(store: Store, folder: str) -> datetime | None:

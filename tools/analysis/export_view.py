@@ -8,14 +8,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
 from bytecheckpoint.adapters.plain.plain_types import as_plain
+from bytecheckpoint.conversion.dcp import WHY_LOST
+from bytecheckpoint.conversion.huggingface import left_out_values
 from bytecheckpoint.conversion.link import link_manifest
 from bytecheckpoint.conversion.mapped_source import mapped_view, names_for_experts
 from bytecheckpoint.loading.plain_trees import without_numpy
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import LeftOut, SelectionRequest
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.manifest.plain_wire import join_fqn
 from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, with_separate_experts
 from bytecheckpoint.name_maps.load import CheckpointFolder
 from bytecheckpoint.name_maps.rewrite_manifest import relink
@@ -47,25 +51,48 @@ def export_of(opened: Opened, names: NameOptions, *, exclude: Sequence[str], bes
     )
     manifest, selection = link_manifest(view, request, source=opened.folder, target=opened.folder)
     left_out = list(selection.left_out)
-    if to == "hf":  # which has tensors only
-        left_out += [LeftOut(fqn, 0, 0, "plain data") for fqn in (*manifest.objects, *manifest.rank_objects)]
+    if to == "hf":
+        left_out += left_out_values(view.manifest, selection)
         experts = names_for_experts(request, source, CheckpointFolder(beside.store, beside.folder))
-        manifest = replace(_with_separate_experts(manifest, experts), objects={}, rank_objects={})
+        manifest = _with_separate_experts(manifest, experts)
     elif to != "bcp":
-        objects = {fqn: _as_written(to, fqn, data) for fqn, data in manifest.objects.items()}
+        trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items()}
+        lost: list[str] = []
+        trees = _without_empty(trees, "", lost) if to == "dcp" else trees
+        left_out += [LeftOut(fqn, 0, 0, WHY_LOST) for fqn in lost]
+        objects = {fqn: _as_written(to, fqn, tree) for fqn, tree in trees.items()}
         manifest = replace(manifest, objects=objects)
     return ExportView(opened._replace(manifest=manifest), left_out)
 
 
-def _as_written(to: str, fqn: str, data: bytes) -> bytes:
-    """Returns encoded plain data with values in place of those that the format of torch does not know."""
+def _without_empty(tree: dict[Any, Any], fqn: str, lost: list[str]) -> dict[Any, Any]:
+    """Returns a dict of plain data without the dicts in it that hold nothing but such dicts, as torch writes it; adds
+    their names to `lost`. Optimizers stay as they are: their own reader adds what was empty.
+    """
+    kept: dict[Any, Any] = {}
+    for key, item in tree.items():
+        name = join_fqn(fqn, key)
+        if _is_empty(item):
+            lost.append(name)
+        else:
+            is_inner = isinstance(item, dict) and not is_optimizer_tree(item)
+            kept[key] = _without_empty(item, name, lost) if is_inner else item
+    return type(tree)(kept)
+
+
+def _is_empty(tree: Any) -> bool:
+    return isinstance(tree, dict) and all(map(_is_empty, tree.values()))
+
+
+def _as_written(to: str, fqn: str, tree: Any) -> bytes:
+    """Encodes plain data, with values in place of those that the format of torch does not know."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return type(value)({key: plain(item) for key, item in value.items()})
         return type(value)(map(plain, value)) if type(value) in (list, tuple) else as_plain(value)
 
-    value = plain(decode_plain(data))
+    value = plain(tree)
     return encode_plain(without_numpy(value, fqn) if to == "torch" else value, fqn, keep_in_tree)
 
 

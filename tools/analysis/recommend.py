@@ -16,7 +16,7 @@ from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.compression import FrameEncoder
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
-from ..render.number_format import size_text
+from ..render.number_format import rate_text, size_text
 
 _AS_GOOD = 0.9
 """Share of the best speed. Of the numbers of threads that reach this share, the smallest is recommended."""
@@ -78,13 +78,13 @@ def recommend(
         Recommendation(
             "SaveOptions.writer_threads",
             best_write.threads,
-            f"{size_text(best_write.bytes_per_s)}/s with {best_write.threads}; more threads are no faster by a tenth "
+            f"{rate_text(best_write.bytes_per_s)} with {best_write.threads}; more threads are no faster by a tenth "
             f"(the default is {SaveOptions().writer_threads})",
         ),
         Recommendation(
             "LoadOptions.reader_threads",
             best_read.threads,
-            f"{size_text(best_read.bytes_per_s)}/s with {best_read.threads} reads of {size_text(best_read.part_bytes)} "
+            f"{rate_text(best_read.bytes_per_s)} with {best_read.threads} reads of {size_text(best_read.part_bytes)} "
             f"in flight (the default is {LoadOptions().reader_threads})",
         ),
         _gap(latency, reads),
@@ -119,8 +119,8 @@ def _codec(write: Speed, compression: CompressionSpeed) -> Recommendation:
     return Recommendation(
         "SaveOptions.codec",
         "zstd" if is_faster else "none",
-        f"{compression.threads} threads compress {size_text(compression.bytes_per_s)}/s of what looks like bfloat16 "
-        f"weights to {compression.ratio:.0%}, and the storage takes {size_text(write.bytes_per_s)}/s",
+        f"{compression.threads} threads compress {rate_text(compression.bytes_per_s)} of what looks like bfloat16 "
+        f"weights to {compression.ratio:.0%}, and the storage takes {rate_text(write.bytes_per_s)}",
     )
 
 
@@ -132,5 +132,5 @@ def _local_stage(write: Speed, local: Sequence[Speed] | None) -> Recommendation:
     return Recommendation(
         "SaveOptions.local_stage",
         factor >= _LOCAL_WORTH_IT,
-        f"the disk takes {size_text(disk.bytes_per_s)}/s, {factor:.1f} times what the storage takes",
+        f"the disk takes {rate_text(disk.bytes_per_s)}, {factor:.1f} times what the storage takes",
     )

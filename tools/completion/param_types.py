@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import CompletionItem
@@ -91,10 +91,7 @@ def next_parts(names: Iterable[str], incomplete: str) -> Sequence[str]:
     found = [name for name in names if name.startswith(incomplete)]
     if len(found) <= _MAX_WHOLE:
         return found
-    parts: dict[str, Any] = {}
-    for name in found:
-        dot = name.find(".", len(incomplete))
-        parts[name if dot < 0 else name[: dot + 1]] = None
-    only = list(parts)
+    ends = (name.find(".", len(incomplete)) + 1 or len(name) for name in found)
+    only = list(dict.fromkeys(name[:end] for name, end in zip(found, ends, strict=True)))
     # A shell would otherwise ask once more for each dot.
     return next_parts(found, only[0]) if len(only) == 1 and only[0].endswith(".") else only

@@ -41,8 +41,8 @@ class CommitWatch:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._seen: dict[str, bytes | None] = {}
-        """Folders with how their manifest ends, None until the storage permits to read that: those that `begin` found,
-        by step, and then those without one, such as `best`; after them those that `look` has yielded, in that order.
+        """Folders with how their manifest ends, None until that can be read: those that `begin` found, by step, and
+        then those without one, such as `best`; after them those that `look` has yielded, in that order.
         """
         self._turn = 0
         """Index of the folder, among all but the last ones, at which the next look goes on."""
@@ -56,7 +56,7 @@ class CommitWatch:
         # Stores list in any order, and the last ones are compared at each look: those most likely to be replaced.
         folders = sorted(self._new_folders(), key=_step_or_last)
         # All are read once: one that is replaced before its turn comes would look as if it had always been so.
-        ends = map_looks(self._end_if_permitted, folders, num_threads=_LOOKS_IN_FLIGHT)
+        ends = map_looks(self._end_if_readable, folders, num_threads=_LOOKS_IN_FLIGHT)
         self._seen = dict(zip(folders, ends, strict=True))
 
     def look(self) -> Iterator[NewCheckpoint]:
@@ -67,10 +67,10 @@ class CommitWatch:
         A checkpoint counts as seen when the next one is asked for. Raises the errors of the store; checkpoints not seen
         by then come with a later look.
         """
-        ends = {folder: self._end_if_permitted(folder) for folder in self._new_folders()}
+        ends = {folder: self._end_if_readable(folder) for folder in self._new_folders()}
         ends = {folder: end for folder, end in ends.items() if end is not None}  # the others: perhaps at a later look
         for folder in self._folders_to_compare():
-            end, before = self._end_if_permitted(folder), self._seen[folder]
+            end, before = self._end_if_readable(folder), self._seen[folder]
             if end == _GONE:  # a checkpoint that is committed there later is a new one
                 del self._seen[folder]
             elif end is None:
@@ -93,16 +93,20 @@ class CommitWatch:
         self._turn = first + _LOOKED_AT
         return folders[-_LOOKED_AT:] + old[first : first + _LOOKED_AT]
 
-    def _end_if_permitted(self, folder: str) -> bytes | None:
+    def _end_if_readable(self, folder: str) -> bytes | None:
+        """Returns the checksum that the manifest in a folder ends with, `_GONE` if the folder has no manifest, None if
+        it cannot be read now.
+        """
         try:
             return self._end_of_manifest(folder)
+        except CheckpointCorruptError:  # replaced by a shorter one since it was listed: a listing may stay old for long
+            return None
         except (StorageError, UnsafeCheckpointError) as error:
             if error.kind not in {"permission", "path_escape"}:
                 raise
             return None  # a checkpoint of somebody else beside the others
 
     def _end_of_manifest(self, folder: str) -> bytes:
-        """Returns the checksum that the manifest in a folder ends with; empty if the folder has no manifest."""
         num_bytes = self._store.list(folder).get(layout.MANIFEST_NAME)
         if num_bytes is None:
             return _GONE
@@ -112,8 +116,6 @@ class CommitWatch:
             self._store.read_into(name, num_bytes - len(end), memoryview(end))
         except CheckpointNotFoundError:
             return _GONE
-        except CheckpointCorruptError:  # replaced by a shorter one since it was listed
-            return self._end_of_manifest(folder)
         return bytes(end)
 
     def _read(self, folders: Sequence[str]) -> list[ListedCheckpoint]:
@@ -147,7 +149,7 @@ class CommitWatch:
             if folder in self._seen and folder:
                 continue
             try:
-                entries = dict(self._store.list(folder))
+                entries = self._store.list(folder)
             except CheckpointNotFoundError:  # it is gone by now, or a file
                 continue
             except (StorageError, UnsafeCheckpointError) as error:

@@ -9,19 +9,19 @@ from datetime import UTC, datetime
 import click
 
 from bytecheckpoint.errors import CheckpointNotFoundError, and_more
-from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, Opening, find_checkpoint
+from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
 
 from .. import exit_codes
-from ..analysis.checkpoint_list import CheckpointList, ListedCheckpoint, list_checkpoints, read_checkpoint
+from ..analysis.checkpoint_list import CheckpointList, ListedCheckpoint, list_checkpoints, read_sole
 from ..arguments import AccessOptions, with_limit_option, with_output_options
 from ..completion.param_types import StoredPath
 from ..render.number_format import count_text, size_text
 from ..render.terminal import Screen, print_json, without
-from .ls_table import COLUMN_NAMES, ListTable, sort_rows
+from .ls_table import COLUMN_NAMES, named_columns, print_table, sort_rows
 
 _EXAMPLE = """\b
 Example:
@@ -68,11 +68,11 @@ def ls(
         listing = list_checkpoints(store)
     if not listing.checkpoints:
         sole = find_checkpoint(root, "latest", Opening(access.storage_options))  # or raises with what is there instead
-        listing = CheckpointList([read_checkpoint(sole, None) or _raise_gone(sole)], listing.not_listed)
+        listing = CheckpointList([read_sole(sole)], listing.not_listed)
     if sort:
-        runs = _runs(listing.checkpoints)
         in_order = sort_rows(listing.checkpoints, sort, is_reversed=reverse)
-        listing = listing._replace(checkpoints=sorted(in_order, key=lambda item: runs.index(item.run)))
+        by_run = _by_run(in_order)
+        listing = listing._replace(checkpoints=[item for run in _by_run(listing.checkpoints) for item in by_run[run]])
     found = listing.checkpoints
     if as_json:
         print_json(
@@ -85,8 +85,7 @@ def ls(
         )
     else:
         _print(str(store), listing, columns, limit=limit)
-    is_damaged = any(item.problem and not item.is_refused for item in found)
-    return exit_codes.CORRUPT if is_damaged else exit_codes.FINE
+    return exit_codes.CORRUPT if any(item.is_damaged for item in found) else exit_codes.FINE
 
 
 def _mixed_root_warning(found: Sequence[ListedCheckpoint]) -> str | None:
@@ -107,27 +106,20 @@ def _mixed_root_warning(found: Sequence[ListedCheckpoint]) -> str | None:
     return None
 
 
-def _raise_gone(found: FoundCheckpoint) -> ListedCheckpoint:
-    raise CheckpointNotFoundError(
-        f"{found.path} was there and is gone, or a file of it is", kind="not_found", path=found.path
-    )
-
-
 def _print(root: str, listing: CheckpointList, columns: Sequence[str], *, limit: int) -> None:
     screen = Screen()
     found = listing.checkpoints
-    tables = {run: ListTable.of(found, columns, run=run) for run in _runs(found)}
+    named = named_columns(found, columns)
     screen.line(f"{root}: {_totals(found)}", style="bold")
     now = datetime.now(UTC)
-    for run, table in tables.items():
-        of_run = [item for item in found if item.run == run]
+    for run, of_run in _by_run(found).items():
         screen.line()
         if run:
             screen.line(f"{run}: {_totals(of_run)}")
-        table.print(screen, of_run, now, limit=limit)
+        print_table(screen, of_run, named, now, limit=limit)
     for item in found:
         if item.problem:
-            screen.paragraph(item.problem, style="yellow" if item.is_refused else "red")
+            screen.paragraph(item.problem, style="red" if item.is_damaged else "yellow")
     warning = _mixed_root_warning(found)
     if warning:
         screen.paragraph(warning, style="yellow")
@@ -136,8 +128,11 @@ def _print(root: str, listing: CheckpointList, columns: Sequence[str], *, limit:
         screen.paragraph(f"not looked into: {shown}: give one of them as ROOT", style="yellow")
 
 
-def _runs(found: Sequence[ListedCheckpoint]) -> list[str]:
-    return list(dict.fromkeys(item.run for item in found))
+def _by_run(found: Sequence[ListedCheckpoint]) -> dict[str, list[ListedCheckpoint]]:
+    by_run: dict[str, list[ListedCheckpoint]] = {}
+    for item in found:
+        by_run.setdefault(item.run, []).append(item)
+    return by_run
 
 
 def _totals(found: Sequence[ListedCheckpoint]) -> str:

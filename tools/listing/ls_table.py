@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
-from bytecheckpoint.info import OWN_FORMAT
 
 from ..analysis.checkpoint_list import ListedCheckpoint
 from ..render.metric_columns import MetricColumns, metric_text
 from ..render.number_format import age_text, count_text, size_text, time_text
 from ..render.terminal import LAST_DROP, Column, Screen
-
-_NOT_COMMITTED = "not committed"
 
 
 class ListColumn(NamedTuple):
@@ -25,16 +22,6 @@ class ListColumn(NamedTuple):
     cell: Callable[[ListedCheckpoint, datetime], str]
     key: Callable[[ListedCheckpoint], Any]
     """Returns None for a checkpoint that has no such value: it stands last in any order."""
-
-
-def _state(item: ListedCheckpoint) -> str:
-    if item.problem:
-        return "refused" if item.is_refused else "damaged"
-    if not item.committed:
-        return _NOT_COMMITTED
-    if item.is_pinned or item.leased_until:
-        return "pinned" if item.is_pinned else "leased"
-    return "committed" if item.format == OWN_FORMAT else item.format
 
 
 def _number(value: int | None) -> str:
@@ -79,7 +66,7 @@ _AFTER_METRICS = {
         lambda item, _: item.name or ".",
         lambda item: item.name,
     ),
-    "state": ListColumn(Column("state", is_whole=True), lambda item, _: _state(item), _state),
+    "state": ListColumn(Column("state", is_whole=True), lambda item, _: item.state, lambda item: item.state),
 }
 _ON_REQUEST = {
     "format": ListColumn(
@@ -128,30 +115,25 @@ def _metric_column(name: str, column: Column) -> ListColumn:
     return ListColumn(column, lambda item, _: metric_text(item.metrics.get(name)), key)
 
 
-class ListTable(NamedTuple):
-    """The columns of one table, and the metrics, with and without a column; no metrics if columns were asked for."""
-
-    columns: list[ListColumn]
-    metrics: MetricColumns
-
-    @classmethod
-    def of(cls, found: Sequence[ListedCheckpoint], names: Sequence[str], *, run: str) -> ListTable:
-        """Returns the named columns, or the usual ones for the checkpoints of a run. Raises as `sort_rows` does."""
-        if names:
-            return cls(list(_with_drop_order([_column(found, name) for name in names])), MetricColumns.of([]))
-        metrics = MetricColumns.of([item.metrics for item in found if item.run == run])
-        of_metrics = [_metric_column(name, column) for name, column in zip(metrics.names, metrics.columns, strict=True)]
-        return cls([*_BEFORE_METRICS.values(), *of_metrics, *_AFTER_METRICS.values()], metrics)
-
-    def print(self, screen: Screen, found: Sequence[ListedCheckpoint], now: datetime, *, limit: int) -> None:
-        """Prints at most `limit` rows, 0 for all."""
-        rows = [[column.cell(item, now) for column in self.columns] for item in found[: limit or None]]
-        screen.table([column.column for column in self.columns], rows)
-        screen.rest(len(found), limit, ": --limit 0 shows all")
-        self.metrics.print_rest(screen)
+def named_columns(found: Sequence[ListedCheckpoint], names: Sequence[str]) -> list[ListColumn]:
+    """Returns the columns with these names for all tables of a list: the last of them leaves a narrow window first, and
+    the first one stays. Raises as `sort_rows` does.
+    """
+    columns = [_column(found, name) for name in names]
+    drops = [len(columns) - number if number else 0 for number in range(len(columns))]
+    return [each._replace(column=each.column._replace(drop=drop)) for each, drop in zip(columns, drops, strict=True)]
 
 
-def _with_drop_order(columns: Sequence[ListColumn]) -> Iterator[ListColumn]:
-    """Yields columns that were asked for: the last of them leaves a narrow window first, and the first one stays."""
-    for number, list_column in enumerate(columns):
-        yield list_column._replace(column=list_column.column._replace(drop=len(columns) - number if number else 0))
+def print_table(
+    screen: Screen, found: Sequence[ListedCheckpoint], named: Sequence[ListColumn], now: datetime, *, limit: int
+) -> None:
+    """Prints the table of a run, of at most `limit` rows, 0 for all: the named columns, or without these the usual ones
+    and the metrics of the run.
+    """
+    metrics = MetricColumns.of([] if named else [item.metrics for item in found])
+    of_metrics = [_metric_column(name, column) for name, column in zip(metrics.names, metrics.columns, strict=True)]
+    columns = named or [*_BEFORE_METRICS.values(), *of_metrics, *_AFTER_METRICS.values()]
+    rows = [[column.cell(item, now) for column in columns] for item in found[: limit or None]]
+    screen.table([column.column for column in columns], rows)
+    screen.rest(len(found), limit, ": --limit 0 shows all")
+    metrics.print_rest(screen)

@@ -55,7 +55,7 @@ def report(*, root: str, out: str, access: AccessOptions, as_json: bool) -> int:
 
     rows: Sequence[RunRow] = map_jobs(row, listed, num_threads=_LOOKS_IN_FLIGHT)
     write_text(out, run_page(str(store), rows))
-    num_damaged = sum(item.problem is not None and not item.is_refused for item in listed)
+    num_damaged = sum(item.is_damaged for item in listed)
     if as_json:
         print_json({"root": str(store), "html": out, "num_checkpoints": len(rows), "num_damaged": num_damaged})
     else:

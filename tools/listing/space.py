@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 
-from bytecheckpoint.errors import StorageError, UnsafeCheckpointError
+from bytecheckpoint.errors import CheckpointNotFoundError, StorageError, UnsafeCheckpointError
 from bytecheckpoint.formats.detect import find_file, find_folder
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, manifest_of
 from bytecheckpoint.info import OWN_FORMAT
@@ -21,6 +23,7 @@ from ..analysis.summary import ManifestSummary
 _LOOKS_IN_FLIGHT = 8
 _FOLDERS = (layout.DATA_FOLDER, layout.TELEMETRY_FOLDER, METRICS_FOLDER, LEASES_FOLDER)
 """Folders of a checkpoint. They hold files only."""
+_ListFolder = Callable[[str], Mapping[str, int | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,29 +67,35 @@ class CheckpointSpace:
 
 
 def spaces_of(store: Store, listed: Sequence[ListedCheckpoint]) -> list[CheckpointSpace]:
-    """Returns the space of each of the checkpoints that `list_checkpoints` has found in the store.
-
-    Raises StorageError for a store that cannot be listed, and CheckpointError for a checkpoint that was deleted
-    meanwhile.
+    """Returns the space of each of the checkpoints that `list_checkpoints` has found in the store, without those that
+    were deleted meanwhile. Raises StorageError for a store that cannot be listed.
     """
-    return map_jobs(lambda item: space_of(_found(store, item), item), listed, num_threads=_LOOKS_IN_FLIGHT)
+    list_folder = cache(store.list)  # one folder may have thousands of files of another format
+
+    def space(item: ListedCheckpoint) -> CheckpointSpace | None:
+        with suppress(CheckpointNotFoundError):
+            return space_of(_found(store, item, list_folder), item, list_folder)
+        return None
+
+    return [found for found in map_jobs(space, listed, num_threads=_LOOKS_IN_FLIGHT) if found is not None]
 
 
-def space_of(found: FoundCheckpoint, item: ListedCheckpoint) -> CheckpointSpace:
-    """Returns the space of one checkpoint. Raises as `spaces_of` does."""
+def space_of(found: FoundCheckpoint, item: ListedCheckpoint, list_folder: _ListFolder) -> CheckpointSpace:
+    """Returns the space of one checkpoint, of which `list_folder` lists the folders. Raises
+    CheckpointNotFoundError if it was deleted meanwhile, and StorageError.
+    """
     file_bytes, linked_bytes, entries = 0, 0, list[EntrySpace]()
     if item.committed and not item.problem:
         manifest = manifest_of(found)
-        file_bytes, linked_bytes = sum(file.byte_length for file in manifest.files), 0
-        if manifest.linked_to:
-            file_bytes, linked_bytes = 0, file_bytes
+        num_bytes = sum(file.byte_length for file in manifest.files)
+        file_bytes, linked_bytes = (0, num_bytes) if manifest.linked_to else (num_bytes, 0)
         entries = _entries(ManifestSummary(manifest))
     elif not item.committed:
         file_bytes = item.num_bytes
     other_bytes, problem = 0, item.problem
     try:
-        if item.format == OWN_FORMAT or _is_damaged_folder(found.store, item):
-            other_bytes = max(_bytes_below(found.store, item.folder) - file_bytes, 0)
+        if item.format == OWN_FORMAT or _is_damaged_folder(item, list_folder):
+            other_bytes = max(_bytes_below(item.folder, list_folder) - file_bytes, 0)
     except (StorageError, UnsafeCheckpointError) as error:
         if error.kind not in {"permission", "path_escape"}:
             raise
@@ -105,30 +114,30 @@ def space_of(found: FoundCheckpoint, item: ListedCheckpoint) -> CheckpointSpace:
     )
 
 
-def _found(store: Store, item: ListedCheckpoint) -> FoundCheckpoint:
+def _found(store: Store, item: ListedCheckpoint, list_folder: _ListFolder) -> FoundCheckpoint:
     if item.format == OWN_FORMAT or item.problem:  # of one that cannot be read, nothing but its folder is looked at
         return FoundCheckpoint(store, item.folder, None)
     folder, _, name = item.folder.rpartition("/")
-    size = store.list(folder).get(name) if name else None
+    size = list_folder(folder).get(name) if name else None
     if size is not None:
         return FoundCheckpoint(store, folder, find_file(store, folder, name, size))
-    return FoundCheckpoint(store, item.folder, find_folder(store, item.folder, store.list(item.folder)))
+    return FoundCheckpoint(store, item.folder, find_folder(store, item.folder, list_folder(item.folder)))
 
 
-def _is_damaged_folder(store: Store, item: ListedCheckpoint) -> bool:
+def _is_damaged_folder(item: ListedCheckpoint, list_folder: _ListFolder) -> bool:
     """Returns True for a folder of another format that cannot be read, False for such a file."""
     if item.format == OWN_FORMAT or not item.problem:
         return False
     folder, _, name = item.folder.rpartition("/")
-    return not name or store.list(folder).get(name) is None
+    return not name or list_folder(folder).get(name) is None
 
 
-def _bytes_below(store: Store, folder: str) -> int:
+def _bytes_below(folder: str, list_folder: _ListFolder) -> int:
     """Returns the bytes of the files in a checkpoint's folder, and in the folders that saves and the manager make
     there. Other folders in it are not counted, because they may hold further checkpoints.
     """
-    entries = store.list(folder)
-    listings = (store.list(join_name(folder, name)) for name in _FOLDERS if name in entries and entries[name] is None)
+    entries = list_folder(folder)
+    listings = (list_folder(join_name(folder, name)) for name in _FOLDERS if name in entries and entries[name] is None)
     return sum(size or 0 for listing in (entries, *listings) for size in listing.values())
 
 

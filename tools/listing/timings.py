@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from bytecheckpoint.diagnostics.telemetry import RankRecord, end_of, phases_of, read_save_records
+from bytecheckpoint.diagnostics.telemetry import RankRecord, last_end, phases_of, read_save_records
 from bytecheckpoint.errors import StorageError, UnsafeCheckpointError
 from bytecheckpoint.storage.store import Store
 
 from ..analysis.checkpoint_list import ListedCheckpoint
-from ..render.number_format import count_text, size_text, time_text
+from ..render.number_format import count_text, rate_text, size_text, time_text
 from ..render.timeline_text import seconds_text
 
 
@@ -52,7 +52,7 @@ class TimedCheckpoint:
             return f"{name}  DAMAGED: {self.problem}"
         if self.seconds is None:
             return f"{what}  (no timings)"
-        rate = f"{size_text(self.num_bytes / max(self.seconds, 1e-9))}/s"
+        rate = rate_text(self.num_bytes, self.seconds)
         stall = "" if self.stall_seconds is None else f", stall {seconds_text(self.stall_seconds)}"
         slowest = f", {self.slowest_phase} {seconds_text(self.slowest_phase_seconds or 0.0)}"
         of_rank = f" on rank {self.slowest_rank}" if (self.num_ranks or 1) > 1 else ""
@@ -76,7 +76,7 @@ def with_timings(
         created_at=item.created_at,
         num_bytes=item.num_bytes,
         num_ranks=item.world_size,
-        seconds=max((end_of(record, ranks) for record in ranks), default=None),
+        seconds=last_end(ranks) if ranks else None,
         stall_seconds=max((record.seconds["stall"] for record in ranks if "stall" in record.seconds), default=None),
         slowest_phase=slowest and slowest.name,
         slowest_phase_seconds=slowest and slowest.max_s,

@@ -7,7 +7,7 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 from ..analysis.value_difference import larger
-from .number_format import count_text, left_out_text, number_text, shape_text, shortened, size_text
+from .number_format import count_text, left_out_text, number_text, rate_text, shape_text, shortened, size_text
 from .terminal import LAST_DROP, Column, Screen, TableShape
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ def _within(near: Sequence[TensorDifference]) -> str:
 
 
 def _work(result: CheckpointDiff) -> str:
-    rate = result.num_bytes_read / max(result.seconds, 1e-9)
-    read = f"{size_text(result.num_bytes_read)} of both compared in {result.seconds:.1f} s ({size_text(rate)}/s)"
+    rate = rate_text(result.num_bytes_read, result.seconds)
+    read = f"{size_text(result.num_bytes_read)} of both compared in {result.seconds:.1f} s ({rate})"
     same = f", {size_text(result.num_bytes_same)} of A have the checksums of B" if result.num_bytes_same else ""
     return read + same
 

@@ -26,8 +26,8 @@ class MetricColumns(NamedTuple):
 
     @classmethod
     def of(cls, metrics: Sequence[Mapping[str, float]], *, first: Sequence[str] = ()) -> Self:
-        """Chooses at most 6 columns for checkpoints with these metrics, or all of `first` if these are more. Those of
-        `first` leave a narrow window last.
+        """Chooses at most 6 columns for checkpoints with these metrics, or all of `first` if these are more. The last
+        column leaves a narrow window first, and those of `first` leave last.
         """
         others = {name for item in metrics for name in item} - set(first)
         names = [*dict.fromkeys(first), *sorted(others)]
@@ -36,7 +36,7 @@ class MetricColumns(NamedTuple):
             Column(
                 shortened(printable(name), _MAX_TITLE),
                 is_right=True,
-                drop=_last_drop(number) if name in first else _drop(number),
+                drop=(LAST_DROP if name in first else _FIRST_DROP) + _MAX_COLUMNS - min(number, _MAX_COLUMNS - 1),
             )
             for number, name in enumerate(names[:num_shown])
         ]
@@ -50,14 +50,6 @@ class MetricColumns(NamedTuple):
         """Prints the names of the metrics without a column."""
         if self.left_out:
             screen.line(f"  more metrics, with --json: {and_more(self.left_out, _MAX_COLUMNS)}", style="dim")
-
-
-def _drop(number: int) -> int:
-    return _FIRST_DROP + _MAX_COLUMNS - number  # the last goes first
-
-
-def _last_drop(number: int) -> int:
-    return LAST_DROP + _MAX_COLUMNS - min(number, _MAX_COLUMNS - 1)
 
 
 def metric_text(value: float | None) -> str:

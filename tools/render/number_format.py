@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
+from contextlib import suppress
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ def size_text(num_bytes: float) -> str:
         num_bytes /= 1024
         power += 1
     return f"{num_bytes:.1f} {_UNITS[power]}" if power else f"{num_bytes:.0f} B"
+
+
+def rate_text(num_bytes: float, seconds: float = 1.0) -> str:
+    """Returns `1.5 MiB/s`, for bytes that took so many seconds."""
+    return f"{size_text(num_bytes / max(seconds, 1e-9))}/s"
 
 
 def count_text(number: int, noun: str = "") -> str:
@@ -40,19 +46,27 @@ def short_count(number: int) -> str:
     return f"{number:,}"
 
 
+def utc_of(seconds: float) -> datetime | None:
+    """Returns a time given in seconds since 1970, without fractions; None for one outside of the years 1 to 9999, which
+    a file or a record may have.
+    """
+    with suppress(OverflowError, ValueError, OSError):
+        return datetime.fromtimestamp(int(seconds), UTC)
+    return None
+
+
 def time_text(when: datetime | None) -> str:
     if when is None:
         return "-"
     # A list may have ten thousand: `strftime` takes four times as long.
-    return f"{when.replace(tzinfo=None).isoformat(' ', 'seconds')} {when.tzname() or ''}".rstrip()
+    return f"{when.replace(tzinfo=None).isoformat(' ', 'seconds')} {when.tzname()}"
 
 
 def age_text(when: datetime | None, now: datetime) -> str:
     """Returns `5 min ago`; `just now` below a minute and for a clock that runs ahead; `-` for None."""
     if when is None:
         return "-"
-    age = now - when if when.tzinfo else now.replace(tzinfo=None) - when
-    num_seconds = int(age.total_seconds())
+    num_seconds = int((now - when).total_seconds())
     for unit, seconds in (("day", 86400), ("h", 3600), ("min", 60)):
         count = num_seconds // seconds
         if count >= 1:

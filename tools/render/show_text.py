@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.errors import and_more, rest_text
-from bytecheckpoint.info import describe_checkpoint
 from bytecheckpoint.manifest import Manifest, TensorRecord
 from bytecheckpoint.region import describe
 
@@ -84,7 +83,7 @@ def print_summary(screen: Screen, opened: Opened, summary: ManifestSummary) -> N
 def summary_rows(opened: Opened, summary: ManifestSummary) -> list[tuple[str, str]]:
     """Returns what is known of a checkpoint, as names and values."""
     manifest = opened.manifest
-    info = describe_checkpoint(manifest, path=opened.path)
+    info = opened.info
     age = age_text(info.created_at, datetime.now(UTC))
     saved = f"{time_text(info.created_at)} ({age})" if info.created_at else ""
     by = f" by {count_text(info.world_size, 'rank')}" if info.world_size is not None else ""

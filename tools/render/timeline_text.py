@@ -17,15 +17,14 @@ from bytecheckpoint.diagnostics.telemetry import (
     RankRow,
     SaveRecords,
     SlowRank,
-    end_of,
     first_call,
+    last_end,
     rank_rows,
 )
 from bytecheckpoint.errors import and_more
-from bytecheckpoint.info import describe_checkpoint
 
 from ..arguments import Opened
-from .number_format import count_text, shortened, size_text, time_text
+from .number_format import count_text, rate_text, shortened, size_text, time_text
 from .terminal import LAST_DROP, Column, Screen, StyledCell, TableShape
 
 _NAME = "bold cyan"
@@ -64,18 +63,18 @@ def _print_header(screen: Screen, opened: Opened, records: SaveRecords) -> None:
     ranks = records.ranks
     first = first_call(ranks)
     started = datetime.fromtimestamp(first, UTC)
-    info = describe_checkpoint(opened.manifest, path=opened.path)
+    info = opened.info
     missing = (info.world_size or 0) - len(ranks)
     hosts = sorted({record.host for record in ranks})
     written = sum(record.num_bytes for record in ranks)
-    lasted = max(end_of(record, ranks) for record in ranks)
+    lasted = last_end(ranks)
     rows = [
         ("called", time_text(started)),
         ("ranks", f"{len(ranks):,}" + (f", {count_text(missing, 'other')} without telemetry" if missing > 0 else "")),
         ("hosts", and_more([shortened(host, _MAX_NAME) for host in hosts], 4)),
-        ("written", f"{size_text(written)} in {seconds_text(lasted)} ({size_text(written / max(lasted, 1e-9))}/s)"),
+        ("written", f"{size_text(written)} in {seconds_text(lasted)} ({rate_text(written, lasted)})"),
     ]
-    if info.created_at is not None and info.created_at.tzinfo:
+    if info.created_at is not None:
         rows.append(("committed", time_text(info.created_at)))
     screen.fields(rows)
 

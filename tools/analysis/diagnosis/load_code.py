@@ -241,16 +241,17 @@ def _set_generators(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
 
 def _read_trees(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
     kinds: set[Kind] = {"random numbers", "tensors", "values of ranks"}
-    read = [part for part in parts if part.kind in kinds and not (part.is_generator or part.is_by_rank)]
-    globs = [
-        quoted(glob.escape(part.name) + ("" if list(part.tensors) == [part.name] else ".*"))
-        for part in read
-        if part.into is None or part.kind == "tensors"
+    read = [
+        part
+        for part in parts
+        if part.kind in kinds
+        and (part.into is None or part.kind == "tensors")
+        and not (part.is_generator or part.is_by_rank)
     ]
+    globs = [quoted(glob.escape(part.name) + ("" if list(part.tensors) == [part.name] else ".*")) for part in read]
     include = globs[0] if len(globs) == 1 else f"[{', '.join(globs)}]"
     lines = call.lines("tree = bcp.load_tree", f"include={include}")
-    names = [part.name for part in read if part.into is None or part.kind == "tensors"]
-    return [LoadCode(f"read {and_more(names, _NUM_READ)}", [], lines)] if names else []
+    return [LoadCode(f"read {and_more([part.name for part in read], _NUM_READ)}", [], lines)] if read else []
 
 
 def _read_values_of_ranks(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from bytecheckpoint.diagnostics.telemetry import SaveRecords, phases_of, slowest_ranks
-from bytecheckpoint.info import describe_checkpoint
 from bytecheckpoint.manifest import TensorRecord
 
 from ...analysis.module_tree import build_tree
@@ -30,7 +29,6 @@ from .save_charts import gantt, heat_map
 _MAX_ROWS = 400
 _MAX_TENSORS = 2000
 _MAX_PICTURES = 12
-_NUM_SLOWEST = 5
 
 
 class ReportContents(NamedTuple):
@@ -49,7 +47,7 @@ class ReportContents(NamedTuple):
 
 def checkpoint_page(opened: Opened, summary: ManifestSummary, shown: ReportContents) -> str:
     """Returns the page."""
-    info = describe_checkpoint(opened.manifest, path=opened.path)
+    info = opened.info
     step = "" if info.step is None else f"step {info.step}, "
     saved = f"saved {time_text(info.created_at)}" if info.created_at else "of unknown time"
     made = f"{step}{saved}; this page was made {time_text(datetime.now(UTC))}"
@@ -135,7 +133,7 @@ def _save(records: SaveRecords) -> Iterator[str]:
         yield note("The checkpoint has no telemetry that can be decoded.")
         return
     phases = phases_of(records.ranks)
-    slowest = slowest_ranks(records.ranks, phases, _NUM_SLOWEST)
+    slowest = slowest_ranks(records.ranks, phases)
     if records.unreadable:
         num_files = len({item.name for item in records.unreadable})
         yield note(f"{count_text(num_files, 'telemetry file')} could not be read whole: ranks are missing here.")

@@ -17,8 +17,8 @@ def text(value: object) -> str:
 
 
 def tag(name: str, attributes: Attributes, *content: str) -> str:
-    """Returns an element around its content, which must be escaped already. Attributes are escaped; floats in them get
-    at most two decimals.
+    """Returns an element around its content, which must be escaped already; one without content is a single tag, and
+    `""` as content keeps the closing tag. Attributes are escaped; floats in them get at most two decimals.
     """
     given = "".join(f' {key}="{_attribute(value)}"' for key, value in attributes.items())
     return f"<{name}{given}>{''.join(content)}</{name}>" if content else f"<{name}{given}/>"

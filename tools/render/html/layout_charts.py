@@ -23,9 +23,9 @@ _MAX_OUTLINES = 400
 """Largest number of chunks that are drawn one by one, not as fields."""
 
 
-def svg(width: float, height: float, label: str, *content: str) -> str:
-    """Returns a picture that fits the page, with a label for screen readers."""
-    box = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "role": "img", "aria-label": label}
+def svg(width: float, height: float, title: str, *content: str) -> str:
+    """Returns a picture that fits the page. Screen readers read its title, which is not drawn."""
+    box = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "role": "img", "aria-label": title}
     wide = {"class": "wide"} if width == WIDTH else {}
     drawn = tag("svg", {**box, **wide, "style": f"max-width:{width:.0f}px"}, *content, "")
     return tag("div", {"class": "scroll"}, drawn)

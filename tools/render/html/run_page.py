@@ -4,39 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...analysis.checkpoint_list import ListedCheckpoint
 from ..metric_columns import MetricColumns, metric_text
-from ..number_format import count_text, size_text, time_text
+from ..number_format import count_text, rate_text, size_text, time_text
 from ..terminal import Column, TableShape
 from ..timeline_text import seconds_text
 from .elements import tag, text
 from .line_chart import Curve, line_chart
 from .page import legend, listing, note, note_of_rest, section, whole_page
 
+if TYPE_CHECKING:
+    from ...listing.timings import TimedCheckpoint
+
 _MAX_ROWS = 2000
 _MAX_CHARTS = 24
-
-
-class SaveTimings(Protocol):
-    """Times of a save in seconds; None for a time that is not known."""
-
-    @property
-    def seconds(self) -> float | None: ...
-    @property
-    def stall_seconds(self) -> float | None: ...
-    @property
-    def slowest_phase(self) -> str | None: ...
-    @property
-    def slowest_rank(self) -> int | None: ...
 
 
 class RunRow(NamedTuple):
     """A committed checkpoint and its save."""
 
     item: ListedCheckpoint
-    timings: SaveTimings
+    timings: TimedCheckpoint
 
     @property
     def rate(self) -> float | None:
@@ -67,7 +57,7 @@ def _sections(rows: Sequence[RunRow]) -> Iterator[str]:
         _chart("Size", runs, lambda row: row.item.num_bytes, size_text, base=1024),
         _chart("Seconds from the call to the last write", runs, lambda row: row.timings.seconds, seconds_text),
         _chart("Stall of asynchronous saves", runs, lambda row: row.timings.stall_seconds, seconds_text),
-        _chart("Rate", runs, lambda row: row.rate, lambda rate: f"{size_text(rate)}/s", base=1024),
+        _chart("Rate", runs, lambda row: row.rate, rate_text, base=1024),
     ]
     names = sorted({name for row in rows for name in row.item.metrics})
     charts += [_chart(name, runs, _metric(name), metric_text) for name in names[:_MAX_CHARTS]]
@@ -77,18 +67,15 @@ def _sections(rows: Sequence[RunRow]) -> Iterator[str]:
         yield section("Over the steps", names_of_runs, *charts, left_out)
     for row in rows:
         if row.item.problem:
-            yield note(f"{row.item.path} is {_state(row.item)}: {row.item.problem}")
+            yield note(f"{row.item.path} is {row.item.state}: {row.item.problem}")
     yield section("Checkpoints", listing(_shape(rows, has_runs=len(runs) > 1), rows, limit=_MAX_ROWS))
 
 
-def _state(item: ListedCheckpoint) -> str:
-    if item.problem:
-        return "refused" if item.is_refused else "damaged"
-    return "pinned" if item.is_pinned else "committed"
-
-
 def _by_run(rows: Sequence[RunRow]) -> Mapping[str, Sequence[RunRow]]:
-    return {run: [row for row in rows if row.item.run == run] for run in dict.fromkeys(row.item.run for row in rows)}
+    by_run: dict[str, list[RunRow]] = {}
+    for row in rows:
+        by_run.setdefault(row.item.run, []).append(row)
+    return by_run
 
 
 def _metric(name: str) -> _Value:
@@ -138,12 +125,12 @@ def _shape(rows: Sequence[RunRow], *, has_runs: bool) -> TableShape:
             size_text(item.num_bytes),
             "-" if item.world_size is None else str(item.world_size),
             took,
-            "-" if row.rate is None else f"{size_text(row.rate)}/s",
+            "-" if row.rate is None else rate_text(row.rate),
             stall,
             f"{timings.slowest_phase}{of_rank}" if timings.slowest_phase else "-",
             *metrics.cells(item.metrics),
             time_text(item.created_at),
-            _state(item),
+            item.state,
         ]
 
     return TableShape(columns, cells)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bytecheckpoint.diagnostics.telemetry import Phase, RankRecord, RankRow, end_of, first_call, rank_rows
+from bytecheckpoint.diagnostics.telemetry import Phase, RankRecord, RankRow, first_call, last_end, rank_rows
 
 from ..number_format import shortened
 from ..timeline_text import in_lanes, seconds_text
@@ -30,15 +30,14 @@ def gantt(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> str:
     rows = rank_rows(ranks, phases, _MAX_ROWS)
     row_height = 18.0 if len(rows) <= 32 else 10.0
     height = _TOP + row_height * len(rows) + _AXIS_HEIGHT
-    last = max(end_of(record, ranks) for record in ranks) or 1e-9
+    first, last = first_call(ranks), last_end(ranks) or 1e-9
     scale = (WIDTH - _LEFT) / last
     colors = {phase.name: color(number) for number, phase in enumerate(phases)}
     parts = _ticks(last, scale, height)
     for number, row in enumerate(rows):
         y = _TOP + number * row_height
         parts.append(label(0.0, y + row_height - 3, fitted(row.label, _LEFT - 6), "small"))
-        offset = row.slowest.started_at - first_call(ranks)
-        parts += _bars(row, colors, Box(_LEFT + offset * scale, y, scale, row_height - 1))
+        parts += _bars(row, colors, Box(_LEFT + (row.slowest.started_at - first) * scale, y, scale, row_height - 1))
     return svg(WIDTH, height, "when each rank was in which phase", *parts)
 
 
