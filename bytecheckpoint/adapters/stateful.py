@@ -111,7 +111,7 @@ class StatefulEntry:
         elif found.tree is None and isinstance(shown, dict) and _is_of_torch(self._value):
             why = f"None in the checkpoint, and this {kind} takes a dict; leave it out with exclude={self.fqn!r}"
         if why is not None:
-            claims = {*values, *checkpoint.below(self.fqn)}
+            claims = {*values, *checkpoint.tensor_names.below(self.fqn)}
             return Expectation([], claims, [Problem("conflict", self.fqn, f"{self.fqn}: {why}")])
         self._found = found
         problems = self._match_subclasses(values, checkpoint)
