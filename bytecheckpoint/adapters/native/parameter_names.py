@@ -123,7 +123,8 @@ def _found_in_modules(wanted: Collection[int], modules: Sequence[NamesParameters
     flat: dict[int, list[OptimizedParameter]] = {}
     for entry in modules:
         known = entry.parameter_names
-        names = {parameter_id: known[parameter_id] for parameter_id in wanted if parameter_id in known}
+        few, many = sorted((wanted, known), key=len)  # there may be as many modules, or optimizers, as parameters
+        names = {parameter_id: known[parameter_id] for parameter_id in few if parameter_id in many}
         parts = {flat_id: held for flat_id, held in entry.in_optimizer() if flat_id in wanted}
         others: dict[str, list[str]] = {}
         for other, name in entry.tied_names().items() if names or parts else ():
