@@ -44,6 +44,8 @@ from bytecheckpoint.manifest.plain_wire import join_fqn
 
 
 class _ModuleTensors(NamedTuple):
+    """Contents of the modules of an entry, live."""
+
     tensors: Mapping[str, torch.Tensor]
     """Tensors by FQN; of tied ones the first."""
     aliases: Mapping[str, str]
@@ -52,7 +54,6 @@ class _ModuleTensors(NamedTuple):
     """Extra state, by FQN."""
     flat: Sequence[tuple[str, FlatParamMemory]]
     """Pairs of an FQN and a flat parameter."""
-
     facts: Mapping[str, Any]
     """Metadata of tensor subclasses, whose inner tensors are among the tensors, by FQN."""
     stages: Mapping[str, int]
