@@ -12,7 +12,7 @@ import torch
 
 from bytecheckpoint.adapters.data.stream_wire import decode_loader_state, is_loader_state
 from bytecheckpoint.adapters.expectation import RankMissing
-from bytecheckpoint.adapters.key_map import Globs, KeyMap, Renamer, UnusedRule, renamed_alike
+from bytecheckpoint.adapters.key_map import Globs, KeyMap, Renamer, SortedNames, UnusedRule, renamed_alike
 from bytecheckpoint.adapters.plain.manifest_trees import (
     SavedByRank,
     all_trees,
@@ -104,8 +104,10 @@ class CheckpointView:
         """Tensors in values of other ranks that an entry has asked for, by the FQN under which their chunks lie."""
         self.saved = self._saved_tensors()
         """Tensors by checkpoint FQN, whatever include and exclude say."""
-        self.tensors = self._select_tensors()
+        self.tensors = self.saved if self._is_as_saved else self._renamed(self.saved)
         """Tensors by state FQN, without those that include and exclude leave out."""
+        self.saved_names, self.tensor_names = SortedNames(self.saved), SortedNames(self.tensors)
+        """The FQNs in `saved` and in `tensors`."""
 
     def _saved_tensors(self) -> dict[str, StoredTensor]:
         """Returns all tensors by checkpoint FQN. A tensor that is named by its content, or that `reshape` gives another
@@ -124,9 +126,6 @@ class CheckpointView:
         moved = by_content.union(fqn for leaf, fqn in refs.items() if leaf not in records and fqn in records)
         saved = {fqn: record for fqn, record in records.items() if fqn not in moved}
         return saved | {leaf: records[fqn] for leaf, fqn in refs.items() if fqn in moved}
-
-    def _select_tensors(self) -> dict[str, StoredTensor]:
-        return self.saved if self._is_as_saved else self._renamed(self.saved)
 
     def _renamed(self, values: Mapping[str, T]) -> dict[str, T]:
         """Returns the values by checkpoint FQN that are not left out, by state FQN."""
@@ -277,7 +276,7 @@ class CheckpointView:
         """Returns the part of the plain data whose leaves are at or below this state FQN; None without such a part."""
         source = self._sources.get(fqn)
         if source is None:
-            below = ((at[len(fqn) :], to) for at, to in self._sources.items() if not fqn or at.startswith(f"{fqn}."))
+            below = ((at[len(fqn) :], self._sources[at]) for at in self._sorted_sources.below(fqn))
             source = next((leaf.removesuffix(path) for path, leaf in below if leaf.endswith(path)), None)
         tree = None if source is None else self._tree_at(source)
         return None if source is None or tree is None else self._stored_tree(source, tree)
@@ -286,6 +285,10 @@ class CheckpointView:
     def _sources(self) -> dict[str, str]:
         """State FQN -> checkpoint FQN of every leaf of plain data."""
         return self._by_new_name(self._saved_leaves, self.takes)
+
+    @cached_property
+    def _sorted_sources(self) -> SortedNames:
+        return SortedNames(self._sources)
 
     def _by_new_name(self, fqns: Iterable[str], is_taken: Callable[[str], bool]) -> dict[str, str]:
         """Returns checkpoint FQNs by state FQN; of two that get one name, the one for which `is_taken` is True."""
@@ -346,9 +349,10 @@ class CheckpointView:
         split_fqns = (fqn.split(".") for fqn in self._known)
         return {".".join(parts[:count]) for parts in split_fqns for count in range(1, len(parts))}
 
-    def below(self, fqn: str) -> list[str]:
-        """Returns the state FQNs of the tensors below this state FQN."""
-        return [name for name in self.tensors if name.startswith(f"{fqn}.")]
+    @cached_property
+    def tensor_sources(self) -> dict[str, str]:
+        """State FQN -> checkpoint FQN of every tensor; of two that get one name, the one that is not left out."""
+        return {self.rename(fqn): fqn for fqn in sorted(self.saved, key=self.takes)}
 
     @cached_property
     def own_names(self) -> list[str]:

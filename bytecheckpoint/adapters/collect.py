@@ -30,7 +30,7 @@ from bytecheckpoint.adapters.plain.plain_tree import atoms, leaves
 from bytecheckpoint.adapters.rank_values.rank_local import RankLocal, RankLocalEntry
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.adapters.shard_columns import ShardBlocks
-from bytecheckpoint.adapters.shards import LocalShard, LocalShards, check_has_memory
+from bytecheckpoint.adapters.shards import LocalShard, LocalShards, refuse_meta
 from bytecheckpoint.adapters.stateful import StatefulEntry, is_stateful
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.info import DataReport
@@ -154,12 +154,10 @@ def _content_of(value: Any, fqn: str, depth: int) -> _Content:
             found = predicate(value)
             if found:
                 return found, kind
-    if not isinstance(value, dict | list | tuple):
+    if not isinstance(value, dict) and type(value) not in (list, tuple):
         return None
     if depth == 0:
         raise too_deep(fqn)
-    if not isinstance(value, dict) and type(value) not in (list, tuple):
-        return None
     if atoms().issuperset(map(type, value.values() if isinstance(value, dict) else value)):
         return None
     items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -339,8 +337,7 @@ def _resolved(shards: Sequence[LocalShard]) -> ShardBlocks:
     """
     blocks = ShardBlocks([shards]).resolved()
     for shard in blocks.records():  # columns are on the host
-        if shard.tensor.is_meta:
-            check_has_memory(shard.fqn, shard.tensor)
+        refuse_meta(shard.fqn, shard.tensor)
     return blocks
 
 

@@ -1,13 +1,14 @@
 """Renaming of a checkpoint's names to those of the state, and the globs of include and exclude; which rules and globs
-have matched nothing. It knows no checkpoint.
+have matched nothing; and the names below others. It knows no checkpoint.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointMismatchError
@@ -131,6 +132,29 @@ def renamed_alike(name: str, fqn: str, other: str) -> CheckpointMismatchError:
         "out with exclude",
         kind="conflict",
     )
+
+
+class SortedNames:
+    """Names among which those below an FQN are found without a look at all of them; sorted when first needed."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = names
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {name: at for at, name in enumerate(self._names)}
+
+    @cached_property
+    def _sorted(self) -> list[str]:
+        return sorted(self._positions)
+
+    def below(self, fqn: str) -> list[str]:
+        """Returns the names that begin with this FQN and a dot, all names for an empty FQN, as ordered when given."""
+        if not fqn:
+            return list(self._positions)
+        # "/" follows "." in the order of characters.
+        first, end = bisect_left(self._sorted, f"{fqn}."), bisect_left(self._sorted, f"{fqn}/")
+        return sorted(self._sorted[first:end], key=self._positions.__getitem__)
 
 
 class Globs:

@@ -142,7 +142,7 @@ class ShardColumns(Sequence[LocalShard]):
 
 class WholeTensors(Sequence[LocalShard]):
     """Whole tensors of an entry whose memory is not located yet. That is done when all entries have been collected,
-    because an object that makes its state may move the memory of others.
+    because an object that makes its state may move the memory of others. Each index locates all anew: call `shards`.
     """
 
     def __init__(self, fqns: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> None:

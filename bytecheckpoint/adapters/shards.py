@@ -303,6 +303,7 @@ def has_all_memory(tensor: torch.Tensor) -> bool:
 
 
 def check_has_all_memory(fqn: str, tensor: torch.Tensor) -> None:
+    """Raises CheckpointSaveError (unsupported_value) for a tensor whose memory was freed or made smaller."""
     if has_all_memory(tensor):
         return
     num_bytes, left = tensor.nbytes, tensor.untyped_storage().nbytes()
@@ -330,6 +331,7 @@ def dense_dtype(fqn: str, tensor: torch.Tensor) -> str:
 
 
 def refuse_lazy(fqn: str, tensor: torch.Tensor) -> None:
+    """Raises CheckpointSaveError (unsupported_value) for a parameter that has no shape yet."""
     if is_lazy(tensor):
         what = "a parameter of a lazy module that has not been initialised"
         raise unsupported(fqn, what, "call forward once, so that its shape is known")
@@ -347,11 +349,11 @@ def _refuse_if_not_dense(fqn: str, tensor: torch.Tensor) -> None:
         raise unsupported(fqn, f"a tensor subclass, {name}", "save the plain tensors that it is made of")
 
 
-def check_has_memory(fqn: str, tensor: torch.Tensor) -> None:
+def refuse_meta(fqn: str, tensor: torch.Tensor) -> None:
+    """Raises CheckpointSaveError (unsupported_value) for a tensor on the meta device."""
     if tensor.is_meta:
         advice = "give it values first: load a checkpoint into it, or call to_empty() and initialise it"
         raise unsupported(fqn, "a tensor on the meta device, which has no values", advice)
-    check_has_all_memory(fqn, tensor)
 
 
 class _Layout(NamedTuple):

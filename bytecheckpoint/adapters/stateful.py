@@ -22,6 +22,7 @@ from bytecheckpoint.adapters.expectation import (
     Problem,
     not_stored,
 )
+from bytecheckpoint.adapters.key_map import SortedNames
 from bytecheckpoint.adapters.native.subclass_flatten import enclosing, subclasses_in
 from bytecheckpoint.adapters.native.subclass_match import refusals
 from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
@@ -111,7 +112,7 @@ class StatefulEntry:
         elif found.tree is None and isinstance(shown, dict) and _is_of_torch(self._value):
             why = f"None in the checkpoint, and this {kind} takes a dict; leave it out with exclude={self.fqn!r}"
         if why is not None:
-            claims = {*values, *checkpoint.below(self.fqn)}
+            claims = {*values, *checkpoint.tensor_names.below(self.fqn)}
             return Expectation([], claims, [Problem("conflict", self.fqn, f"{self.fqn}: {why}")])
         self._found = found
         problems = self._match_subclasses(values, checkpoint)
@@ -129,17 +130,17 @@ class StatefulEntry:
         live = self._target.live
         own = {name: value for name, value in self._current.items() if enclosing(name, live)}
         refused = refusals(own, checkpoint)
+        own_names, saved_names = SortedNames(own), SortedNames(values)
         problems: list[Problem] = []
         for name, tensor in list(live.items()):
-            if not refused.has(f"{name}.") and all(
-                _can_fill(own[part], values.get(part)) for part in own if enclosing(part, {name})
-            ):
+            own_parts, saved_parts = own_names.below(name), saved_names.below(name)
+            if not refused.has(f"{name}.") and all(_can_fill(own[part], values.get(part)) for part in own_parts):
                 continue
-            is_there = name in values or any(enclosing(part, {name}) for part in values)
-            parts = [part for part in {*own, *values} if enclosing(part, {name})]
-            if not is_sharded(tensor) and is_there and not any(map(checkpoint.skips, parts)):
+            is_there = name in values or bool(saved_parts)
+            if not is_sharded(tensor) and is_there and not any(map(checkpoint.skips, (*own_parts, *saved_parts))):
                 del live[name]
-                self._current = {key: value for key, value in self._current.items() if not enclosing(key, {name})}
+                for part in own_parts:
+                    del self._current[part]
                 continue
             self._target.unchanged[name] = tensor
             problems += [problem for problem in refused.problems if enclosing(problem.fqn, {name})]

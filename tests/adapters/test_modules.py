@@ -381,6 +381,8 @@ class DoubledWithoutExtra(Doubled):
     set_extra_state = nn.Module.set_extra_state
 
 
+# The first torch.compile of a process imports modules of torch that use what torch deprecates.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("build", [Doubled, DoubledWithoutExtra])
 @pytest.mark.parametrize("wrap", [nn.Sequential, torch.compile], ids=["plain", "compiled"])
 def test_what_a_module_derives_from_its_parameters_is_computed_again(tmp_path: Path, build: Any, wrap: Any) -> None:

@@ -67,6 +67,15 @@ def test_a_generator_is_the_value(tmp_path: Path, kind: Any) -> None:
     assert [draw(target) for _ in range(3)] == [draw(source) for _ in range(3)]
 
 
+def test_a_generator_may_stand_in_an_ordered_dict(tmp_path: Path) -> None:
+    source, target = random.Random(1), random.Random(2)
+    bcp.save(tmp_path, {"own": bcp.RankLocal(OrderedDict(b=source, a=1))})
+    holder = bcp.RankLocal(OrderedDict(b=target, a=2))
+    bcp.load(tmp_path, {"own": holder})
+    assert holder.value == OrderedDict(b=target, a=1)
+    assert target.random() == source.random()
+
+
 def test_a_state_that_was_saved_by_hand_sets_a_generator(tmp_path: Path) -> None:
     """Earlier versions took no generators."""
     source, target = torch.Generator().manual_seed(3), torch.Generator()

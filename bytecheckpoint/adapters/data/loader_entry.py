@@ -153,7 +153,7 @@ class DataLoaderEntry:
         if not found.is_taken:
             return Expectation([], set(), [])
         if self._share is None or self._share.checkpoint is not checkpoint:
-            names = {*map(checkpoint.rename, leaves(found.tree, found.fqn)), *checkpoint.below(self.fqn)}
+            names = {*map(checkpoint.rename, leaves(found.tree, found.fqn)), *checkpoint.tensor_names.below(self.fqn)}
             share = self._why_refused(found, checkpoint) or self._find_share(found, checkpoint, names)
             if isinstance(share, str):
                 return Expectation([], names, [Problem("conflict", self.fqn, f"{self.fqn}: {share}")])
@@ -186,7 +186,7 @@ class DataLoaderEntry:
         if tree[MARK] != VERSION:
             return "saved by a later release, in a form that this one does not know; load it with that release"
         if not checkpoint.takes_all:
-            names = [*leaves(tree, saved.fqn), *(name for name in checkpoint.saved if name.startswith(f"{saved.fqn}."))]
+            names = [*leaves(tree, saved.fqn), *checkpoint.saved_names.below(saved.fqn)]
             left_out = next((name for name in names if not checkpoint.takes(name)), None)
             if left_out is not None:
                 return f"include and exclude leave out {left_out}; a loader takes all of its state, or none"

@@ -129,7 +129,7 @@ def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatMo
         names.setdefault(id(parameter), []).append(name)
     by_id = {id(parameter): parameter for _, parameter in named}
     masters: list[MasterPart] = []
-    if is_wrapper(wrapper):
+    if wrapper is not None:
         _refuse_unreadable(fqn, wrapper)
         masters = masters_of(fqn, wrapper)
     of_module = [each for each in masters if id(each.parameter) in names]
@@ -137,8 +137,7 @@ def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatMo
         what = f"a module with {len(of_module)} of the {len(masters)} parameters of its DeepSpeed optimizer"
         raise unsupported(fqn, what, "pass the engine, or the whole of engine.module")
     # Only the call without a wrapper takes partitions: their masters may be in another optimizer.
-    takes_partitions = not is_wrapper(wrapper)
-    partitioned: list[Any] = [each for each in by_id.values() if takes_partitions and hasattr(each, _PARTITION)]
+    partitioned: list[Any] = [each for each in by_id.values() if wrapper is None and hasattr(each, _PARTITION)]
     if not of_module and not partitioned:
         return None
     held: list[FlatParamMemory] = []

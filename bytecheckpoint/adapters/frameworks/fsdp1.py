@@ -36,10 +36,10 @@ _HOOKS = "torch.distributed.fsdp."
 _MIDDLE_OF_BACKWARD = {"BACKWARD_PRE", "BACKWARD_POST"}
 """Names of torch's states of a unit."""
 
-# torch has no public access to a unit's flat parameter and local shard; its own state_dict code reads these.
-
 
 class _FsdpUnit(NamedTuple):
+    """A wrapper with parameters, and where they lie. torch gives no public access: its own state_dict reads these."""
+
     wrapper: Any
     handle: Any
     """torch's FlatParamHandle."""

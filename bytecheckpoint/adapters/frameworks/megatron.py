@@ -12,8 +12,9 @@ each rank's optimizer steps only a share of a parameter, shares are saved: the r
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -114,9 +115,8 @@ class MegatronEntry:
             raise unsupported(join_fqn(self.fqn, piece.key), what, advice)
         return NamedPart(piece.key, part)
 
-    def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
-        """Yields nothing: `in_optimizer` names all parameters, also for optimizers of torch."""
-        return iter(())
+    parameter_names: Mapping[int, str] = MappingProxyType({})
+    """Empty: `in_optimizer` names all parameters, also for optimizers of torch."""
 
     def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
         """Yields the ids of tensors in an optimizer's param_groups, and which parts of parameters lie in each."""

@@ -32,7 +32,8 @@ class WrappedModules(NamedTuple):
 def modules_inside(value: Any) -> WrappedModules | None:
     """Returns the modules in the attributes of an object whose state_dict() gives exactly their state: the same names,
     and the same memory where a module's state is live. None if it gives anything else, such as averages of the weights,
-    if no attribute holds a module, or if one of the modules is an engine, Megatron's, or of FSDP1.
+    if no attribute holds a module, or if one of the modules is an engine, Megatron's, or of FSDP1. Calls
+    state_dict() of the object and of its modules.
     """
     modules = _modules_in(value)
     if not modules or any(map(_is_read_otherwise, modules)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,8 @@ from bytecheckpoint.manifest.plain_wire import join_fqn
 
 
 class _ModuleTensors(NamedTuple):
+    """Contents of the modules of an entry, live."""
+
     tensors: Mapping[str, torch.Tensor]
     """Tensors by FQN; of tied ones the first."""
     aliases: Mapping[str, str]
@@ -52,7 +54,6 @@ class _ModuleTensors(NamedTuple):
     """Extra state, by FQN."""
     flat: Sequence[tuple[str, FlatParamMemory]]
     """Pairs of an FQN and a flat parameter."""
-
     facts: Mapping[str, Any]
     """Metadata of tensor subclasses, whose inner tensors are among the tensors, by FQN."""
     stages: Mapping[str, int]
@@ -119,6 +120,16 @@ class ModuleEntry:
             for name, parameter in part.tree.named_parameters():
                 if id(parameter) not in replaced:
                     yield parameter, part.plain_name(name) if part.is_wrapped else name
+
+    @cached_property
+    def parameter_names(self) -> Mapping[int, str]:
+        """The names in the entry of all parameters that are not flat memory, by id; of a tied one the first. Found
+        once, because a state may have an optimizer for each parameter, and `find_flat` comes before.
+        """
+        names: dict[int, str] = {}
+        for parameter, name in self.parameters():
+            names.setdefault(id(parameter), name)  # two stages may have it
+        return names
 
     def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
         """Yields the ids of tensors that an optimizer has in place of flat parameters, and what lies in each."""

@@ -6,7 +6,7 @@ So a name depends on nothing that other ranks hold, and on nothing else that the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,10 +25,9 @@ class NamesParameters(Protocol):
 
     fqn: str
 
-    def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
-        """Yields every parameter that is not flat memory, and its name in the entry. A tied one comes once, under
-        its first name; where the entry has several stages, once for each stage that holds it.
-        """
+    @property
+    def parameter_names(self) -> Mapping[int, str]:
+        """The names in the entry of all parameters that are not flat memory, by id; of a tied one the first."""
 
     def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
         """Yields the id of each tensor of flat memory that an optimizer may have, with the parts that lie in it."""
@@ -94,7 +93,7 @@ def name_parameters(
     have the same name.
     """
     parameters = list(parameters)
-    in_modules = _found_in_modules({id(parameter) for parameter, _ in parameters}, modules)
+    in_modules = _found_in_modules(dict.fromkeys(id(parameter) for parameter, _ in parameters), modules)
     if len(in_modules.whole) == len(parameters) and not in_modules.flat:  # each once: nearly always
         _check_unique(optimizer_fqn, in_modules)
         return in_modules
@@ -116,17 +115,16 @@ def name_parameters(
     return found
 
 
-def _found_in_modules(wanted: set[int], modules: Sequence[NamesParameters]) -> OptimizedParameters:
-    """Merges the names of several modules. The first module that has a parameter names it; any may hold it in a flat
-    parameter.
+def _found_in_modules(wanted: Collection[int], modules: Sequence[NamesParameters]) -> OptimizedParameters:
+    """Merges the names that several modules have for the tensors with the `wanted` ids. The first module that has a
+    parameter names it; any may hold it in a flat parameter.
     """
     whole: dict[int, ParameterNames] = {}
     flat: dict[int, list[OptimizedParameter]] = {}
     for entry in modules:
-        names: dict[int, str] = {}
-        for parameter, name in entry.parameters():
-            if id(parameter) in wanted:
-                names.setdefault(id(parameter), name)  # two stages may have it
+        known = entry.parameter_names
+        few, many = sorted((wanted, known), key=len)  # there may be as many modules, or optimizers, as parameters
+        names = {parameter_id: known[parameter_id] for parameter_id in few if parameter_id in many}
         parts = {flat_id: held for flat_id, held in entry.in_optimizer() if flat_id in wanted}
         others: dict[str, list[str]] = {}
         for other, name in entry.tied_names().items() if names or parts else ():

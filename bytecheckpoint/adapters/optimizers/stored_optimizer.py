@@ -76,13 +76,11 @@ class StoredOptimizer:
             for first, group in saved.tree["groups"].items()
             for name in group["params"]
         }
-        # Of two that are renamed to one name, exclude leaves out one: the other comes later and stays.
-        self._sources = {checkpoint.rename(source): source for source in sorted(checkpoint.saved, key=checkpoint.takes)}
+        self._sources = checkpoint.tensor_sources
         self._tensors: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
-        for state_fqn, tensor in checkpoint.tensors.items():
-            name, key = self._state_path(self._sources[state_fqn])
-            if name:
-                self._tensors.setdefault(name, {})[key] = (state_fqn, tensor)
+        self._stored_keys = {name: set(values) for name, values in saved.tree["state"].items()}
+        """Name of a parameter -> the keys of its state, whatever include and exclude say."""
+        self._find_tensors()
         self._known_names: dict[tuple[str, ...], list[str]] = {}
         """FQNs of a parameter in the state -> the result of `_names`, which is called for each parameter many times."""
         self._by_state_fqn: dict[str, str] = {}
@@ -98,6 +96,18 @@ class StoredOptimizer:
         elif has_order and self._lengths == self._stored_lengths:
             names = chain.from_iterable(groups)
             self._by_state_fqn = {fqn: str(at) for at, of_parameter in enumerate(names) for fqn in of_parameter.fqns}
+
+    def _find_tensors(self) -> None:
+        state_fqn = join_fqn(self._tree_fqn, "state")
+        # Of an optimizer with an empty name, earlier versions put `.state.` before the names of the state.
+        for container in (state_fqn,) if self._tree_fqn else (state_fqn, f".{state_fqn}"):
+            for source in self._checkpoint.saved_names.below(container):
+                name, key = split_state_path(source[len(container) + 1 :], self._groups)
+                if name:
+                    self._stored_keys.setdefault(name, set()).add(key.partition(".")[0])
+                if name and self._checkpoint.takes(source):
+                    tensor = self._checkpoint.rename(source), self._checkpoint.saved[source]
+                    self._tensors.setdefault(name, {})[key] = tensor
 
     def _find_by_name(self) -> None:
         for name in self._groups:
@@ -259,21 +269,6 @@ class StoredOptimizer:
         if self.tensors(names) or self.group(names) is None or self.stored_keys(names):  # nearly always the first
             return False
         return any(self._checkpoint.takes(join_fqn(self._tree_fqn, f"state.{name}")) for name in self._names(names))
-
-    @cached_property
-    def _stored_keys(self) -> dict[str, set[str]]:
-        keys = {name: set(values) for name, values in self._tree["state"].items()}
-        for name, key in map(self._state_path, self._checkpoint.saved):
-            if name:
-                keys.setdefault(name, set()).add(key.partition(".")[0])
-        return keys
-
-    def _state_path(self, source: str) -> tuple[str, str]:
-        """Returns parameter and state key of the tensor of this checkpoint FQN; ("", "") if it is none of the state."""
-        prefix = f"{join_fqn(self._tree_fqn, 'state')}."
-        # Of an optimizer with an empty name, earlier versions put `.state.` before the names of the state.
-        own = source if self._tree_fqn else source.removeprefix(".")
-        return split_state_path(own[len(prefix) :], self._groups) if own.startswith(prefix) else ("", "")
 
     @property
     def takes_all(self) -> bool:

@@ -27,10 +27,11 @@ from bytecheckpoint.adapters.plain.plain_types import advice_for, is_tagged, tag
 from bytecheckpoint.adapters.shards import (
     NEW_TUPLE,
     PLAIN_TENSORS,
-    check_has_memory,
+    check_has_all_memory,
     dense_dtype,
     dtype_name,
     flat_bytes,
+    refuse_meta,
     torch_dtype,
 )
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
@@ -116,14 +117,15 @@ class _TorchLeaves:
 
 def fits_inline(tensor: torch.Tensor) -> bool:
     """Returns True for a small, whole tensor, which may be written into the plain data that contains it."""
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested
+    is_plain = type(tensor) in PLAIN_TENSORS and not tensor.is_nested
     return is_plain and tensor.layout is torch.strided and tensor.nbytes <= SMALL_TENSOR_BYTES
 
 
 def _content(fqn: str, tensor: torch.Tensor) -> memoryview:
     """Returns the bytes of a dense tensor, row-major, on the host; not a copy if they lie so already."""
     dense_dtype(fqn, tensor)
-    check_has_memory(fqn, tensor)
+    refuse_meta(fqn, tensor)
+    check_has_all_memory(fqn, tensor)
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.element_size() == 1:  # torch cannot copy its sub-byte integers
         plain = plain.view(torch.uint8)

@@ -14,6 +14,8 @@ from bytecheckpoint.adapters.torch_types import loaded_dtensor
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, TensorRef, too_deep, unsupported
 
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_LONGEST_INT = 20
+"""Characters of the longest int that is a key, one of 64 bits."""
 _LEAVES = frozenset({*_SCALARS, TensorRef, *PLAIN_TENSORS})
 """Types of leaves. Without DTensor: a DTensor of a tensor subclass has inner tensors below it."""
 
@@ -108,14 +110,25 @@ def with_leaves(value: Any, fqn: str, new: Mapping[str, Any]) -> Any:
 
 def descend(tree: Any, path: str) -> Any:
     """Returns the item of a tree at these keys, joined by dots, or None. A key may be empty, or hold dots itself."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if type(tree) in (list, tuple) else ()
-    for key, value in items:
-        if path == str(key):
-            return value
-        found = descend(value, path[len(str(key)) + 1 :]) if path.startswith(f"{key}.") else None
+    for end in (*(at for at, character in enumerate(path) if character == "."), len(path)):
+        item = _item(tree, path[:end])
+        found = item if item is None or end == len(path) else descend(item, path[end + 1 :])
         if found is not None:
             return found
     return None
+
+
+def _item(tree: Any, name: str) -> Any:
+    """Returns the item of a dict, list or tuple whose key or index has this text; None for other values, and if there
+    is none.
+    """
+    number = int(name) if len(name) <= _LONGEST_INT and name.removeprefix("-").isdecimal() else None
+    if str(number) != name:
+        number = None
+    if isinstance(tree, dict):
+        return tree.get(name, tree.get(number))
+    is_index = type(tree) in (list, tuple) and number is not None and 0 <= number < len(tree)
+    return tree[number] if is_index else None
 
 
 def has_attributes(value: object, *names: str) -> bool:

@@ -5,6 +5,7 @@ the generators that are there.
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +19,8 @@ Generator: TypeAlias = (
     torch.Generator | np.random.Generator | np.random.BitGenerator | np.random.RandomState | random.Random
 )
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
-_CONTAINERS = (dict, list, tuple)
+_DICTS = (dict, OrderedDict)
+_CONTAINERS = (*_DICTS, list, tuple)
 _ABSENT = object()
 
 _REFUSALS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
@@ -64,8 +66,8 @@ def with_states(value: Any, fqn: str) -> Any:
 def _with_states(value: Any) -> Any:
     if is_generator(value):
         return _state_of(value)
-    if type(value) is dict:
-        return {key: _with_states(item) for key, item in value.items()}
+    if type(value) in _DICTS:
+        return type(value)((key, _with_states(item)) for key, item in value.items())
     return type(value)(map(_with_states, value)) if type(value) in (list, tuple) else value
 
 

@@ -22,8 +22,8 @@ def parameters_named(modules: Mapping[str, Any], optimizers: Iterable[Optimizer]
     names: dict[int, str] = {}
     for fqn, module in modules.items():
         for entry in entries_of({fqn: module}, "auto"):
-            for parameter, name in entry.parameters() if isinstance(entry, ModuleEntry) else ():
-                names.setdefault(id(parameter), name if fqn == MODEL_FQN else join_fqn(fqn, name))
+            for parameter_id, name in entry.parameter_names.items() if isinstance(entry, ModuleEntry) else ():
+                names.setdefault(parameter_id, name if fqn == MODEL_FQN else join_fqn(fqn, name))
     groups = [group for each in optimizers for group in each.param_groups if names and "param_names" not in group]
     for group in groups:
         group["param_names"] = [names.get(id(parameter)) for parameter in group["params"]]

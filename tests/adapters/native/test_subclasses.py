@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from low_bit import (
 from torch import Tensor, nn
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters import stateful
+from bytecheckpoint.adapters.native.subclass_flatten import enclosing
 
 
 def all_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -624,3 +627,26 @@ def test_named_tuples_and_nan_may_be_in_a_context(tmp_path: Path) -> None:
     assert empty["w"].recipe.emulate
     with pytest.raises(bcp.CheckpointSaveError, match="Bits"):
         bcp.save(tmp_path / "flags", {"it": {"w": int8(1, recipe=Bits.A | Bits.B)}})
+
+
+def test_an_object_finds_the_parts_of_each_subclass_without_a_look_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+
+    def counted(fqn: str, outer: Collection[str]) -> list[str]:
+        looks.append(fqn)
+        return enclosing(fqn, outer)
+
+    def num_looks(num_tensors: int) -> int:
+        path = tmp_path / str(num_tensors)
+        source, holder = (Holder({str(at): int8(at + seed) for at in range(num_tensors)}) for seed in (0, 50))
+        bcp.save(path, {"it": source})
+        looks.clear()
+        bcp.load(path, {"it": holder})
+        assert all_same(holder.given, source.tensor)
+        return len(looks)
+
+    monkeypatch.setattr(stateful, "enclosing", counted)
+    few, more, many = map(num_looks, (5, 10, 15))
+    assert many - more == more - few

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -775,6 +776,48 @@ def num_walks_of_a_load(path: Path, num_parameters: int) -> int:
 
 def test_a_load_goes_through_a_group_as_often_however_many_parameters_it_has(tmp_path: Path) -> None:
     assert num_walks_of_a_load(tmp_path / "few", 3) == num_walks_of_a_load(tmp_path / "many", 30)
+
+
+class Walked(nn.ParameterList):
+    """Counts how often somebody asks for its parameters."""
+
+    num_walks = 0
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self.num_walks += 1
+        return super().named_parameters(*args, **options)
+
+
+def looks_of_many_optimizers(path: Path, num_optimizers: int) -> tuple[int, int]:
+    """How often a save walks through a model with an optimizer for each parameter, and the most often that a load asks
+    for the new name of one tensor.
+    """
+
+    def training(num_steps: int) -> dict[str, Any]:
+        model = Walked([torch.ones(2)] * num_optimizers)
+        optimizers = [torch.optim.AdamW([parameter]) for parameter in model]
+        for optimizer in optimizers * num_steps:
+            torch.stack(list(model)).sum().backward()
+            optimizer.step()
+        return {"model": model, **{f"optimizer_{number}": each for number, each in enumerate(optimizers)}}
+
+    saved, loaded = training(1), training(0)
+    saved["model"].num_walks = 0
+    bcp.save(path, saved)
+    asked: Counter[str] = Counter()
+
+    def rename(fqn: str) -> str:
+        asked[fqn] += 1
+        return fqn
+
+    bcp.load(path, loaded, key_map=rename)
+    for number, parameter in enumerate(loaded["model"]):
+        assert loaded[f"optimizer_{number}"].state[parameter]["step"] == 1
+    return saved["model"].num_walks, max(asked[fqn] for fqn in bcp.open(path))
+
+
+def test_an_optimizer_looks_at_no_tensor_of_the_others(tmp_path: Path) -> None:
+    assert looks_of_many_optimizers(tmp_path / "few", 2) == looks_of_many_optimizers(tmp_path / "many", 20)
 
 
 def test_a_hyperparameter_without_a_name_may_hold_a_value_without_a_name(tmp_path: Path) -> None:
