@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from accelerate.data_loader import SeedableRandomSampler
+from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
 from torch.utils.data import BatchSampler, IterableDataset
 
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
@@ -93,6 +93,14 @@ def global_batch(loader: Any, num_ranks: int) -> int | None:
         return None if size is None else int(size)
     count = counts[0] if counts else num_ranks
     return None if size is None else int(size) * count
+
+
+def batches_per_skip(loader: Any, num_ranks: int) -> int:
+    """Returns how much `accelerator.skip_first_batches` needs for each batch that a rank is to skip: where rank 0 reads
+    the batches of all ranks, it skips those that rank 0 reads, but for an iterable dataset.
+    """
+    reads_for_all = isinstance(loader, DataLoaderDispatcher) and not loader.split_batches
+    return num_ranks if reads_for_all and not isinstance(loader.dataset, IterableDataset) else 1
 
 
 def batches_now(loader: Any, shared: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:

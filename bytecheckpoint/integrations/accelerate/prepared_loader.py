@@ -14,6 +14,7 @@ from bytecheckpoint.data.known_loaders import elastic_loader_of
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.accelerate.loader_facts import (
     batches_now,
+    batches_per_skip,
     core_of,
     global_batch,
     has_first_iterator,
@@ -119,7 +120,7 @@ class PreparedLoader:
                 name,
                 num_batches,
                 shared["epoch"],
-                num_batches,
+                num_batches * batches_per_skip(loader, num_ranks),
             )
         if num_again and self._accelerator.is_main_process:
             text = "%s: %d samples come again: %d ranks had taken a number that %d ranks cannot share evenly"
