@@ -69,7 +69,8 @@ class StatefulEntry:
 
     def _show(self) -> Any:
         if self._shown is None:
-            self._shown = self._value.state_dict()
+            # state_dict() would begin a pass of such a loader, which draws its order from generators.
+            self._shown = {} if _is_unread_loader(self._value) else self._value.state_dict()
         return self._shown
 
     def collect(self) -> EntryContents:
@@ -155,7 +156,29 @@ class StatefulEntry:
             state = self._target.filled(self._found, self._current, checkpoint)
             if state is not ABSENT:  # a None may be what was saved
                 add_metadata(state, self._show)
-                self._value.load_state_dict(state)
+                give_state(self._value, state)
+
+
+def give_state(value: Stateful, state: Any) -> None:
+    """Gives an object a loaded state. The next pass of a Loader of torchdata.nodes, also of a held one, begins with it.
+
+    Such a Loader keeps the iterator that its state_dict() has made, and its next iter() would return that one, at the
+    start, whatever state was loaded in between.
+    """
+    for each in (value, *_attributes_of(value).values()):
+        if _attributes_of(each).get("_iter_for_state_dict") is True:
+            iter(each)
+    value.load_state_dict(state)
+
+
+def _is_unread_loader(value: object) -> bool:
+    """Returns True for a Loader of torchdata.nodes that has no iterator yet."""
+    attributes = _attributes_of(value)
+    return "_iter_for_state_dict" in attributes and attributes.get("_it", value) is None
+
+
+def _attributes_of(value: object) -> Mapping[str, Any]:
+    return getattr(value, "__dict__", {})
 
 
 def add_metadata(state: Any, show: Callable[[], Any]) -> None:

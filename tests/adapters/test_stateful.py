@@ -315,6 +315,74 @@ def test_rank_local_over_a_list_with_a_state_dict_of_its_own(tmp_path: Path) -> 
     assert target == [1, 2]
 
 
+class EarlyLoader:
+    """Gives out numbers. Its state_dict() makes an iterator that the next iter() returns, as in torchdata.nodes."""
+
+    def __init__(self) -> None:
+        self._it: EarlyLoader | None = None
+        self._iter_for_state_dict = False
+        self._next = {"at": 0}
+        self._at = 0
+
+    def __iter__(self) -> EarlyLoader:
+        if self._iter_for_state_dict:
+            self._iter_for_state_dict = False
+            return self
+        self._it, self._at, self._next = self, self._next["at"], {"at": 0}
+        return self
+
+    def __next__(self) -> int:
+        self._at += 1
+        return self._at
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._it is None:
+            iter(self)
+            self._iter_for_state_dict = True
+        return {"at": self._at}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._next = state_dict
+
+
+class LoaderHolder:
+    """An object whose state is that of its loader."""
+
+    def __init__(self, loader: EarlyLoader) -> None:
+        self.loader = loader
+        self.state_dict = loader.state_dict
+        self.load_state_dict = loader.load_state_dict
+
+
+EARLY = {
+    "alone": lambda loader: loader,
+    "held": LoaderHolder,
+    "of a rank": bcp.RankLocal,
+    "data": lambda loader: bcp.DataLoaderState(loader, rank=0, size=1, elastic="same"),
+}
+
+
+def test_a_load_begins_no_pass_of_a_loader(tmp_path: Path) -> None:
+    source, target = EarlyLoader(), EarlyLoader()
+    next(iter(source))
+    bcp.save(tmp_path, {"loader": source})
+    bcp.load(tmp_path, {"loader": target})
+    assert target._it is None
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+@pytest.mark.parametrize("case", EARLY)
+def test_a_loader_goes_on_though_its_state_dict_makes_an_iterator(tmp_path: Path, case: str, is_asked: bool) -> None:
+    source, target = EarlyLoader(), EarlyLoader()
+    assert [number for number, _ in zip(source, range(3), strict=False)] == [1, 2, 3]
+    taken = source.state_dict()["at"]
+    bcp.save(tmp_path, {"loader": EARLY[case](source)})
+    if is_asked:
+        target.state_dict()
+    bcp.load(tmp_path, {"loader": EARLY[case](target)})
+    assert next(iter(target)) == taken + 1
+
+
 class Versioned(Counter):
     """An object that loads a module's state_dict(), on top, in a dict or in a list, as replay buffers of
     TensorDicts and averages of weights do.

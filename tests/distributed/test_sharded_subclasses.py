@@ -150,6 +150,25 @@ def test_every_layout_writes_the_same_tensors_and_facts(saved: str) -> None:
     assert checkpoints[0].objects["model"]["weight.@subclass"][0]["shape"] == list(SHAPE)
 
 
+def resume_plain_state(rank: int, world_size: int, path: str, name: str) -> bool:
+    """Saves where `name` is the first layout; returns True if a fresh optimizer gets the state cut as its parameter."""
+    case = Case(LAYOUTS[name], 1)
+    state = case._spread(torch.arange(80.0).view(SHAPE))
+    optimizer = torch.optim.SGD([("weight", case.model.weight)])
+    if name == "rows by 3":
+        optimizer.state[case.model.weight] = {"momentum_buffer": state}
+        bcp.save(path, {"optimizer": optimizer}, options=OPTIONS)
+        optimizer.state.clear()
+    bcp.load(path, {"optimizer": optimizer})
+    return alike(optimizer.state[case.model.weight]["momentum_buffer"], state)
+
+
+def test_plain_state_of_a_subclass_in_a_fresh_optimizer(workers: WorkerPool, tmp_path: Path) -> None:
+    for name in ("rows by 3", "rows by 4", "both", "one"):
+        world_size = LAYOUTS[name].world_size
+        assert workers.run(resume_plain_state, str(tmp_path), name, world_size=world_size) == [True] * world_size
+
+
 def load_into_meta(rank: int, world_size: int, root: str, name: str) -> list[bool]:
     expected, case = Case(LAYOUTS[name], 1), Case(LAYOUTS[name], 50)
     for of_module, parameter in list(case.model.named_parameters()):

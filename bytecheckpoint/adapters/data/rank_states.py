@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
+from bytecheckpoint.adapters.stateful import give_state
+
 _SAMPLER_KEYS = frozenset({"yielded", "epoch"})
 _ONLY_NONE = ("_index_sampler_state", "fetcher_state", "dataset_state")
 """Keys of a StatefulDataLoader's state: a value here other than None says more than a number of samples."""
@@ -51,7 +53,7 @@ class RankStates:
 
     def load_streams(self, streams: Mapping[str, Any], _shared: Any) -> None:
         for state in streams.values():
-            self._loader.load_state_dict(state)
+            give_state(self._loader, state)
 
 
 class ConsumedPrefix(NamedTuple):

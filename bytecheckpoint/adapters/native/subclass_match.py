@@ -184,6 +184,7 @@ class SubclassState:
         if any(map(is_subclass, live.values())):
             parts = [flat_parts(key, value) if is_subclass(value) else {key: value} for key, value in live.items()]
             self.own = {key: part for of_key in parts for key, part in of_key.items()}
+        self._live = live
         self._parameter = parameter
         self._tensors = tensors
         self._facts: dict[str, Any] = {}
@@ -250,9 +251,10 @@ class SubclassState:
 
     def new_part(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
         """Returns memory for a tensor inside a parameter's state, on this device. If it is None, a part of a subclass
-        gets memory on the parameter's device, and any other tensor on the CPU.
+        gets memory on the parameter's device, and so does a tensor that is cut as the parameter is; any other tensor on
+        the CPU.
         """
-        if self._is_spread(key):
+        if self._is_spread(key) or self._is_cut(key, stored):
             spread = self._spread(key, stored, device or self._parameter.device)
             if spread is not None:
                 return spread
@@ -269,6 +271,16 @@ class SubclassState:
         outer = self._enclosing(key)
         is_like = bool(outer) and outer[0][0]["shape"] == list(self._parameter.shape)
         return is_like and isinstance(self._parameter, DTensor)
+
+    def _is_cut(self, key: str, stored: StoredTensor) -> bool:
+        """Returns True for a tensor in a dict or a list that has the shape of a parameter that is a DTensor, unless the
+        optimizer has a whole one there.
+        """
+        parameter, top = self._parameter, key.partition(".")[0]
+        if not isinstance(parameter, DTensor) or stored.shape != tuple(parameter.shape) or self._enclosing(key):
+            return False
+        own = leaves(self._live[top], top).get(key) if top in self._live else None
+        return not isinstance(own, torch.Tensor) or isinstance(own, DTensor)
 
     def _spread(self, key: str, stored: StoredTensor, device: torch.device) -> DTensor | None:
         parameter = self._parameter

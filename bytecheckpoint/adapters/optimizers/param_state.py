@@ -18,11 +18,12 @@ from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor
 from bytecheckpoint.adapters.expectation import Expectation, Problem, not_stored
 from bytecheckpoint.adapters.native.module_walk import target_device
 from bytecheckpoint.adapters.native.parameter_names import ParameterNames, check_state_key
-from bytecheckpoint.adapters.native.subclass_flatten import is_subclass, parts_of, restored
+from bytecheckpoint.adapters.native.subclass_flatten import dtensor_like, is_subclass, parts_of, restored
 from bytecheckpoint.adapters.native.subclass_match import SubclassState
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, dtype_name, torch_dtype
+from bytecheckpoint.adapters.torch_types import DTensor
 from bytecheckpoint.errors import and_more
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn, unsupported
 
@@ -217,7 +218,7 @@ class ParamState:
         elif device is None and parameter.is_meta:
             device = target_device(parameter)
         if stored.shape == tuple(parameter.shape) and not has_no_dims:
-            return torch.empty_like(parameter.detach(), dtype=dtype, device=device)
+            return _plain_like(parameter, dtype, device)
         return torch.empty(stored.shape, dtype=dtype, device=device or parameter.device)
 
     def prepare(self, refused: Collection[str]) -> None:
@@ -254,6 +255,17 @@ class ParamState:
         for key, (fqn, tensor) in self._tensors.items():
             if _becomes_number(subclasses.own.get(key), tensor):
                 put_scalar(group, parameter, key, self._created[id(parameter), fqn])
+
+
+def _plain_like(parameter: torch.Tensor, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    """Returns uninitialised memory of the parameter's shape that is cut and lies as the parameter. It is no subclass
+    where the parameter is one: what an optimizer keeps as one is saved in parts.
+    """
+    if not is_subclass(parameter):
+        return torch.empty_like(parameter.detach(), dtype=dtype, device=device)
+    device = device or parameter.device
+    spread = dtensor_like(parameter, parameter.shape, dtype, device) if isinstance(parameter, DTensor) else None
+    return torch.empty(parameter.shape, dtype=dtype, device=device) if spread is None else spread
 
 
 def _follows_parameters(optimizer: torch.optim.Optimizer) -> bool:

@@ -31,7 +31,7 @@ from bytecheckpoint.adapters.rank_values.generators import (
 from bytecheckpoint.adapters.rank_values.merge_values import MergeRule, MergeTarget, check_mergeable
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.adapters.shards import LocalShard
-from bytecheckpoint.adapters.stateful import add_metadata, is_stateful
+from bytecheckpoint.adapters.stateful import add_metadata, give_state, is_stateful
 from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, contents_of, is_sharded
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest.plain_wire import unsupported
@@ -227,7 +227,7 @@ class RankLocalEntry:
             return
         if is_stateful(value):
             add_metadata(state, value.state_dict)
-            value.load_state_dict(state)
+            give_state(value, state)
             self.random_restores += [partial(value.load_state_dict, state)] if isinstance(value, RngState) else []
             return
         generators = self._generators()

@@ -163,6 +163,19 @@ def test_a_load_removes_optimizer_state_of_a_parameter_that_had_none(tmp_path: P
     assert not target["optimizer"].state
 
 
+def test_plain_state_of_a_parameter_that_is_a_subclass_in_a_fresh_optimizer(tmp_path: Path) -> None:
+    weight = LowBit(1).first.weight
+    source = torch.optim.SGD([("weight", weight)])
+    source.state[weight] = {"momentum_buffer": torch.arange(48.0).view(6, 8)}
+    bcp.save(tmp_path, {"optimizer": source})
+    for parameter in (weight, nn.Parameter(on_meta(weight), requires_grad=False)):
+        target = torch.optim.SGD([("weight", parameter)])
+        bcp.load(tmp_path, {"optimizer": target})
+        state = target.state[parameter]["momentum_buffer"]
+        assert type(state) is Tensor
+        assert torch.equal(state, source.state[weight]["momentum_buffer"])
+
+
 def tree(make: Any, seed: int) -> dict[str, Any]:
     return {"a": make(seed), "list": [torch.full((2,), float(seed)), make(seed + 1)], "pair": (make(seed + 2), seed)}
 

@@ -1,0 +1,83 @@
+"""Tensors in dicts and lists of an optimizer's state, where parameters are DTensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import bytecheckpoint as bcp
+from distributed.workers import WorkerPool
+
+OPTIONS = bcp.SaveOptions(timeout_s=60)
+SHAPE = (5, 4)
+
+
+def spread(tensor: Tensor, world_size: int) -> Tensor:
+    if world_size == 1:
+        return tensor
+    return distribute_tensor(tensor, init_device_mesh("cpu", (world_size,)), [Shard(0)], src_data_rank=None)
+
+
+def optimizer_of(world_size: int, value: float | None) -> torch.optim.Optimizer:
+    """With nested state where there is a value."""
+    weight = nn.Parameter(spread(torch.zeros(SHAPE), world_size))
+    optimizer = torch.optim.SGD([("weight", weight)])
+    if value is not None:
+        optimizer.state[weight] = state_of(world_size, value)
+    return optimizer
+
+
+def state_of(world_size: int, value: float) -> dict[str, Any]:
+    moment = torch.arange(20.0).view(SHAPE) + value
+    factors = [torch.full((3,), value), spread(moment + 1, world_size)]
+    return {"graft": {"moment": spread(moment, world_size), "factors": factors}, "count": int(value)}
+
+
+def save_nested(rank: int, world_size: int, path: str) -> None:
+    bcp.save(path, {"optimizer": optimizer_of(world_size, 1)}, options=OPTIONS)
+
+
+def load_nested(rank: int, world_size: int, path: str, own: float | None) -> bool:
+    """Returns True if all tensors come back, cut as the parameter is where they have its shape."""
+    optimizer = optimizer_of(world_size, own)
+    bcp.load(path, {"optimizer": optimizer})
+    (state,) = optimizer.state.values()
+    expected = state_of(world_size, 1)
+    pairs = [(state["graft"]["moment"], expected["graft"]["moment"])]
+    pairs += zip(state["graft"]["factors"], expected["graft"]["factors"], strict=True)
+    return state["count"] == 1 and all(is_alike(found, of_saved) for found, of_saved in pairs)
+
+
+def is_alike(found: Tensor, expected: Tensor) -> bool:
+    if isinstance(found, DTensor) and isinstance(expected, DTensor):
+        return found.placements == expected.placements and torch.equal(found._local_tensor, expected._local_tensor)
+    return type(found) is type(expected) and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("own", [None, 7.0])
+@pytest.mark.parametrize(("source", "target"), [(2, 2), (2, 3), (1, 2), (2, 1)])
+def test_nested_state_of_the_parameters_shape_is_cut_as_the_parameter(
+    workers: WorkerPool, tmp_path: Path, source: int, target: int, own: float | None
+) -> None:
+    workers.run(save_nested, str(tmp_path), world_size=source)
+    assert workers.run(load_nested, str(tmp_path), own, world_size=target) == [True] * target
+
+
+def load_beside_whole(rank: int, world_size: int, path: str) -> bool:
+    optimizer = optimizer_of(world_size, None)
+    (weight,) = optimizer.param_groups[0]["params"]
+    optimizer.state[weight] = state_of(1, 7)
+    bcp.load(path, {"optimizer": optimizer})
+    found = optimizer.state[weight]["graft"]["moment"]
+    return is_alike(found, state_of(1, 1)["graft"]["moment"])
+
+
+def test_nested_state_that_the_optimizer_has_whole_stays_whole(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(save_nested, str(tmp_path), world_size=2)
+    assert workers.run(load_beside_whole, str(tmp_path), world_size=2) == [True, True]
