@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from bytecheckpoint.distributed.blocks import COORDINATOR, RankBlocks, block_key, up_key
+from bytecheckpoint.distributed.blocks import COORDINATOR, RankBlocks, block_key, down_key, up_key
+from bytecheckpoint.distributed.departures import HAS_FAILURE
 from bytecheckpoint.distributed.failures import shown_ranks
 from bytecheckpoint.distributed.liveness.peer_watch import PeerWatch
 from bytecheckpoint.distributed.store_values import get_message
@@ -23,6 +24,8 @@ LATE_S = 30.0
 """
 _WITNESS = 1
 """The rank whose log names the coordinator, for which all others wait."""
+ENDED = b"!"
+"""Message for all ranks that the coordinator's process has ended, which another rank sends in its place."""
 _END_OF_CALL = b"\0"
 """Ends the name of the call, with which the first message of each rank begins."""
 _GATHERS, _LISTENS = "gathers", "listens"
@@ -118,10 +121,10 @@ class Attendance:
             self._put(own_key, named_call(self._call_name, str(self._blocks.rank).encode()))
         return get_message(call.store, other_key) if call.is_set(other_key) else b""
 
-    def look_for_coordinator(self, call: CallStore, number: int, *, is_first: bool) -> bool:
-        """Returns True if the coordinator's process has ended. Only leaders and the ranks of the coordinator's own
-        block watch it; on all others this is always False. One rank warns once of a coordinator that has not made the
-        call; `number` is that of the message for which it waits.
+    def look_for_coordinator(self, call: CallStore, number: int, *, is_first: bool) -> None:
+        """Puts ENDED in place of the coordinator's message with this number if its process has ended. Only leaders and
+        the ranks of the coordinator's own block watch it. One rank warns once of a coordinator that has not made the
+        call.
 
         Raises CheckpointMismatchError (conflict) if the coordinator waits in another call, and this message would be
         the first of the call for this rank (`is_first`).
@@ -130,9 +133,24 @@ class Attendance:
             self._warn_of_late(lambda: [COORDINATOR])
         if is_first and (message := self._compare(call, _LISTENS, _GATHERS)):
             check_call(self._call_name, message, self._global_ranks, rank=self._blocks.rank)
-        if self._blocks.is_leader or self._blocks.leader == COORDINATOR:
-            return bool(self.ended_among([COORDINATOR]))
-        return False
+        watches_it = self._blocks.is_leader or self._blocks.leader == COORDINATOR
+        key = down_key(number, "all")
+        if watches_it and self.ended_among([COORDINATOR]) and not call.is_set(key):
+            self._put(key, ENDED)
+
+    def has_failed(
+        self, call: CallStore, num_up: int, num_down: int, leave_for: Callable[[Sequence[int]], object]
+    ) -> bool:
+        """Returns True if the call has failed on another rank, so that the next message of the coordinator is an error.
+        The next messages of this rank are those with the numbers `num_up` and `num_down`, and not the first.
+
+        Raises as `raise_found` does for ranks that have ended and send to this one.
+        """
+        if self._blocks.senders(self._blocks.rank) and self.look_for_senders(call, num_up):
+            self.raise_found(leave_for)
+        if self._blocks.rank != COORDINATOR:
+            self.look_for_coordinator(call, num_down, is_first=False)
+        return call.is_set(HAS_FAILURE) or call.is_set(down_key(num_down, "all"))
 
     def _warn_of_late(self, find_silent: Callable[[], Sequence[int]]) -> None:
         """Warns, LATE_S after the first call of this, of the silent ranks that have not made the call. A rank that has

@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 from torch._C._distributed_c10d import Store
 
-from bytecheckpoint.distributed.attendance import Attendance, check_call, check_calls, named_call
+from bytecheckpoint.distributed.attendance import ENDED, Attendance, check_call, check_calls, named_call
 from bytecheckpoint.distributed.blocks import (
     COORDINATOR,
     RankBlocks,
@@ -55,10 +55,8 @@ class RankFailedError(Exception):
         self.error = error
 
 
-_OWN, _SHARED, _FAILURE, _ENDED = b"+", b"=", b"-", b"!"
-"""First byte of a message from the coordinator: for one rank; the same for all ranks; a rank has failed; the
-coordinator's process has ended, which another rank says in its place.
-"""
+_OWN, _SHARED, _FAILURE = b"+", b"=", b"-"
+"""First byte of a message from the coordinator: for one rank; the same for all ranks; a rank has failed."""
 
 
 class GroupRanks:
@@ -165,6 +163,10 @@ class GroupRanks:
 
     def barrier(self) -> None:
         self.reduce_scatter(b"", lambda payloads: payloads)
+
+    def has_failed(self) -> bool:
+        call, numbers, leave_for = self._call_store, (self._num_up, self._num_down), self._departures.leave_for
+        return self._use_store(lambda: self._attendance.has_failed(call, *numbers, leave_for))
 
     def fail(self, error: CheckpointError) -> CheckpointError:
         if self._is_store_lost:
@@ -345,9 +347,9 @@ class GroupRanks:
     def _receive_down(self) -> bytes:
         number = self._num_down
         key = down_key(number, "all")
-        is_there = self._call_store.wait(key, self._reply_timeout_s, look=lambda: self._look_for_coordinator(key))
+        is_there = self._call_store.wait(key, self._reply_timeout_s, look=self._look_for_coordinator)
         message = get_message(self._store, key) if is_there else b""
-        if not is_there or message == _ENDED:
+        if not is_there or message == ENDED:
             self._has_given_up = True
             put_message(self._store, ABANDONED, b"")
             if is_there:
@@ -373,12 +375,9 @@ class GroupRanks:
         self._block_keys += keys_of(key, block_message) if self._blocks.is_leader else []
         return msgspec.msgpack.decode(block_message, type=list[bytes])[self.rank - self._blocks.leader]
 
-    def _look_for_coordinator(self, key: str) -> None:
-        """Puts a message for all ranks in the coordinator's place if its process has ended."""
+    def _look_for_coordinator(self) -> None:
         is_first = not (self._num_up or self._num_down or self._has_failed)
-        has_ended = self._attendance.look_for_coordinator(self._call_store, self._num_down, is_first=is_first)
-        if has_ended and not self._call_store.is_set(key):
-            self._put(key, _ENDED)
+        self._attendance.look_for_coordinator(self._call_store, self._num_down, is_first=is_first)
 
     def _failures(self) -> list[CheckpointError]:
         keys = map(failure_key, range(1, self._store.add(NUM_FAILURES, 0) + 1))

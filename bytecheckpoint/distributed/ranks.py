@@ -74,6 +74,12 @@ class Ranks(Protocol):
     def barrier(self) -> None:
         """Waits until every rank has called this."""
 
+    def has_failed(self) -> bool:
+        """Returns True if another rank has failed: the next exchange of messages raises its error. For a rank that
+        waits for something else than a message; any thread may call it. Raises CheckpointError (rank_missing) if the
+        process of a rank that sends its messages to this one has ended.
+        """
+
     def fail(self, error: CheckpointError) -> CheckpointError:
         """Sends the error to the other ranks, and returns the error that every rank is to raise: that of another rank
         if that counts more, or this one.
@@ -112,6 +118,9 @@ class SoleRank:
 
     def barrier(self) -> None:
         """Does nothing."""
+
+    def has_failed(self) -> bool:
+        return False
 
     def fail(self, error: CheckpointError) -> CheckpointError:
         return error

@@ -22,6 +22,7 @@ from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.connection import GRACE_S, Activity, Connection, PeerLeftError
 from bytecheckpoint.distributed.failures import no_thread, shown_ranks
 from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S
+from bytecheckpoint.distributed.liveness.failure_watch import watching
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Listener, connect
 from bytecheckpoint.distributed.same_host.host_ranks import HostRanks, meet_on_host
@@ -172,7 +173,7 @@ class _Exchange:
         timeout_s = self._source.options.timeout_s
         try:
             # The starts are in the block too: threads may have run out, and a signal may interrupt the wait.
-            with self._failing_together():
+            with self._failing_together(), watching(self._ranks, self._fail):
                 plan = divide(unit_bytes=self._assigned.unit_bytes)
                 self._source.begin_reading([*plan.shared, *plan.alone])
                 self._host.ask(plan.received)
@@ -340,10 +341,13 @@ class _Exchange:
         try:
             yield
         except BaseException as error:
-            self._errors.append(error)
-            self._is_over.set()
-            self._stop()
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._errors.append(error)
+        self._is_over.set()
+        self._stop()
 
     def _stop(self) -> None:
         """Ends all waits of other threads. May be called several times."""

@@ -9,8 +9,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -409,17 +410,21 @@ def fails_before_it_has_connected(rank: int, world_size: int, path: str) -> tupl
     return error, [cls.__name__ for cls in first_errors]
 
 
+def read_by_rank_0(rank: int) -> AbstractContextManager[None]:
+    return read_by(0, rank)
+
+
 @contextmanager
-def read_by_rank_0(rank: int) -> Iterator[None]:
-    """Within the block, on all ranks, only rank 0 can read the files."""
+def read_by(reader: int, rank: int) -> Iterator[None]:
+    """Within the block, on all ranks, only the rank `reader` can read the files."""
     together = exchange_module.read_together
 
-    def of_rank_0(ranks: Any, source: Source, *others: Any) -> Traffic:
-        source.held_files = frozenset(range(len(source.manifest.files))) if rank == 0 else frozenset()
+    def of_reader(ranks: Any, source: Source, *others: Any) -> Traffic:
+        source.held_files = frozenset(range(len(source.manifest.files))) if rank == reader else frozenset()
         return together(ranks, source, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(phases, "read_together", of_rank_0)
+        patch.setattr(phases, "read_together", of_reader)
         yield
 
 
@@ -480,3 +485,25 @@ def test_a_relay_whose_load_fails_before_it_asks_tells_its_reader_rank(
     outcomes = workers.run(fail_before_asking, path, phase, world_size=3)
     assert [error.kind for error, _ in outcomes] == ["permission"] * 3
     assert outcomes[0][1] == ["PeerLeftError"]  # and not that it has waited in vain until its time was up
+
+
+def die_before_connecting(rank: int, world_size: int, path: str, reader: int) -> Seen | None:
+    state = tensors_of(Replicate(), is_filled=False)
+    kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+    dies = before(Seam(exchange_module, "divide_plan"), kill) if rank == world_size - 1 else nullcontext()
+    with read_by(reader, rank), on_host(rank), dies:
+        return seen(lambda: bcp.load(path, state, options=bcp.LoadOptions(exchange="on", timeout_s=60)))
+
+
+@pytest.mark.parametrize("reader", [0, 1])
+def test_a_relay_that_dies_before_it_has_connected_is_named_long_before_the_time_limit(
+    workers: WorkerPool, tmp_path: Path, reader: int
+) -> None:
+    path = str(tmp_path / "ckpt")
+    workers.run(save_rows, path, "none", world_size=3)
+    *outcomes, lost = workers.run_each(die_before_connecting, path, reader, world_size=3)
+    assert isinstance(lost.error, WorkerDied)
+    for outcome in outcomes:
+        assert outcome.error is None
+        assert (outcome.value.kind, outcome.value.ranks) == ("rank_missing", (2,))
+        assert outcome.value.seconds < 30
