@@ -221,6 +221,7 @@ def _read_histograms(opened: Opened, tensors: Sequence[TensorEntry], *, is_selec
 
 
 def _read_stats(opened: Opened, tensors: Sequence[TensorEntry]) -> dict[str, TensorStats]:
+    """Reads the tensors, and returns their statistics by `stored_fqn`; dtypes without numbers are left out."""
     from .analysis.tensor_stats import tensor_stats  # noqa: PLC0415 - as above
 
     stored = list(dict.fromkeys(tensor.stored_fqn for tensor in tensors))

@@ -60,7 +60,7 @@ def blocks_in_turn(
 
 def _last_turn(position: StreamPosition, epoch: int | None) -> int:
     """Returns the number of the last batch with a sample of the stream in the pass over `epoch`, in any pass for None;
-    0 if no batch had one.
+    0 if no batch had one, and for passes before the stream's newest one, of which its position tells nothing.
     """
     ended_in_it = position.place == ((epoch or 0) + 1, 0) and position.samples > 0
     is_in_it = position.epoch == epoch and position.position > 0

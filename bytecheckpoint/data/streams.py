@@ -134,7 +134,9 @@ class Streams(IterableDataset[Any]):
         return tree_of(position, source_name(self._sources[stream_id]))
 
     def stream_position(self, stream_id: str) -> dict[str, Any]:
-        """Returns the state without a snapshot of the source: put into an earlier state, it says how far to read on."""
+        """Returns the state of a stream without a snapshot of its source. An earlier state of the stream in which these
+        values are replaced is the state of now: a load reads on from the snapshot there to the position here.
+        """
         return tree_of(replace(self._taken[stream_id], snapshot=None), source_name(self._sources[stream_id]))
 
     def shared_state(self) -> dict[str, Any]:

@@ -72,8 +72,8 @@ class ProbeStore:
         self.names.discard(name)
 
     def clear(self) -> None:
-        """Deletes everything that was written, and aborts all unfinished uploads in the folder that the store lists.
-        Raises the first error of `delete`, after all were tried.
+        """Deletes everything that was written, then aborts all unfinished uploads in the folder, if the store lists
+        them. Raises an error of the uploads, else the first one of `delete`, after all were tried.
         """
         errors = []
         for name in sorted(self.names):

@@ -130,7 +130,9 @@ class OutgoingUnit:
 
 
 def damaged(what: str) -> CheckpointCorruptError:
-    """Returns the error about received bytes that differ from those that another rank sent."""
+    """Returns the error about received bytes that differ from those that another rank sent. `what` begins its message
+    and has the verb, as in "bytes 0 to 9 of a file were".
+    """
     return CheckpointCorruptError(
         f"{what} damaged on the way. The checkpoint is as it was: look at the network and the memory of both hosts, or "
         'load with LoadOptions(exchange="off")',

@@ -28,6 +28,7 @@ class SizeValue(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
+        """Estimate of the size of this record, not of a tensor: the number of its lengths."""
         return len(self.lengths)
 
 

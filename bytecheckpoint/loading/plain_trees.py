@@ -164,7 +164,9 @@ class PlainData:
         return root
 
     def _is_whole_state(self, fqn: str, tree: Any) -> bool:
-        """Returns True for a state that is one optimizer, which others' formats name "". Keys may be "" as well."""
+        """Returns True for the only entry of a foreign checkpoint if it is an optimizer, which is saved there without a
+        name. Any other entry named "" has that as its key in the state.
+        """
         is_sole = bool(self._manifest.foreign_format) and len(self._manifest.objects) == 1
         return not fqn and is_sole and is_optimizer_tree(tree)
 

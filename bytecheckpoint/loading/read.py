@@ -62,7 +62,7 @@ class Source:
         path: str | None = None,
     ) -> None:
         """`is_exchanged` is True if ranks pass on to others what they read: that takes half of the scratch memory.
-        `path` is shown in messages and reports; the folder by default.
+        `path` is shown in messages and reports; by default that of the folder, with its store.
         """
         self.store = store
         self.folder = folder

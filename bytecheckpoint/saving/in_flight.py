@@ -258,7 +258,9 @@ class SavesInFlight:
             progress.wait_until_staged()
 
     def wait_until_ended(self) -> None:
-        """Waits for the saves in flight. Raises CheckpointSaveError if one waits for this thread, no save's error."""
+        """Waits for the saves in flight. Raises CheckpointSaveError if one of them waits for this thread, but no error
+        of a save.
+        """
         for progress in self._all:
             if not progress.outcome.done():
                 awaited_threads().raise_if_awaited()

@@ -252,6 +252,7 @@ def _print_tensor(
 
 
 def _print_chunks(screen: Screen, manifest: Manifest, record: TensorRecord, limit: int) -> None:
+    """Prints the first `limit` chunks of a tensor, all for 0."""
     positions = {file: position for position, file in enumerate(sorted(set(record.files)))}
     columns = [
         Column(""),

@@ -58,8 +58,10 @@ class OptimizerWrapper(NamedTuple):
     between: Sequence[torch.optim.Optimizer] = ()
     """The optimizers inside that hold others."""
 
-    def look(self) -> _StateCheck:
-        """Returns the way in which the optimizer is to be saved."""
+    def find_way(self) -> _StateCheck:
+        """Returns the first of the ways that saves all state, with what speaks for it: "refused" if none does. May call
+        the state_dict() of the optimizer, and leaves it as it was.
+        """
         inner = [each for each in self.inner if isinstance(each, torch.optim.Optimizer)]
         if len(inner) < len(self.inner):  # adapters know more of what frameworks keep flat than any state_dict() tells
             return _StateCheck("by parameter", Counter(), Counter())
@@ -138,7 +140,7 @@ class OptimizerWrapperEntry:
     def collect(self) -> EntryContents:
         """Raises CheckpointSaveError (unsupported_value) where some of the state could not be saved."""
         for wrapper in self._wrappers:
-            found = wrapper.look()
+            found = wrapper.find_way()
             if found.way == "refused":
                 raise wrapper.refused(self.fqn, found)
             if found.way == "by state_dict" and self._by_state_dict is None:

@@ -214,6 +214,9 @@ def _put(fs: Any, upload: FsspecUpload, data: bytes) -> None:
 
 
 def _put_if_absent(fs: Any, path: str, data: bytes) -> None:
+    """Sends the object in a call that fails if the name is taken. Hazard: a server without conditional writes gets a
+    call that replaces.
+    """
     try:
         fs.pipe_file(path, data, mode="create")
     except OSError as error:

@@ -294,8 +294,8 @@ class LocalStore:
             file.close()  # NFS reports a full disk here
 
     def _make_name_durable(self, path: str, *, replace: bool) -> None:
-        """Syncs the folders from the file's up to the root, and the root's parent: a dead process may have made some of
-        them. If that fails, raises OSError, and without `replace` removes the file first.
+        """Syncs the folders from the file's up to the root, and the root's parent if this process may open it: a dead
+        process may have made some of them. If that fails, raises OSError, and without `replace` removes the file first.
         """
         folder = os.path.dirname(path)
         try:
