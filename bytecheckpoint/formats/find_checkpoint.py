@@ -129,19 +129,21 @@ def _in_hub(found: FoundCheckpoint, path: str, opening: Opening) -> FoundCheckpo
     if snapshots != "snapshots" or not revision or found.folder:
         return found
     store = opening.store(model)
-    if "blobs" not in _list_above(store):
+    listing = _list_above(store)
+    # A folder on a disk that may not be listed may still be entered, and then the links of the snapshot lead there.
+    if "blobs" not in listing and (listing or not _list_above(store, "blobs")):
         return found
     folder = f"{snapshots}/{revision}"
     place = found.foreign and found.foreign._replace(folder=folder)
     return FoundCheckpoint(store, folder, place, levels=found.levels + _HUB_LEVELS)
 
 
-def _list_above(above: Store) -> Mapping[str, int | None]:
-    """Returns the listing of a folder above the path that was given; an empty one if it may not be listed: it is no
-    concern of a caller who may read the path.
+def _list_above(above: Store, folder: str = "") -> Mapping[str, int | None]:
+    """Returns the listing of a folder above the path that was given, or in it; an empty one if it may not be listed: it
+    is no concern of a caller who may read the path.
     """
     try:
-        return above.list("")
+        return above.list(folder)
     except StorageError as error:
         if error.kind != "permission":
             raise

@@ -187,7 +187,7 @@ def test_metadata_that_does_not_fit_its_files_is_one_clear_error(tmp_path: Path,
     with pytest.raises(bcp.CheckpointError) as caught:
         bcp.open(folder)
     assert caught.value.kind == DAMAGE[change]
-    assert caught.value.message.startswith(str(folder))
+    assert caught.value.message.startswith(str(folder / ".metadata" if change is escape else folder))
 
 
 def test_metadata_that_names_anything_else_is_refused_and_not_run(tmp_path: Path) -> None:

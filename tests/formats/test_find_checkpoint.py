@@ -127,6 +127,26 @@ def test_a_checkpoint_in_a_folder_called_snapshots_is_found_though_the_one_above
     assert_same(bcp.open(path).state_dict(), TENSORS)
 
 
+def test_a_snapshot_is_read_though_the_folder_of_its_model_may_be_entered_and_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "snapshots" / "0123"
+    for folder in (tmp_path / "blobs", snapshot):
+        folder.mkdir(parents=True)
+    save_file(TENSORS, tmp_path / "blobs" / "4567")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/4567")
+    listed = LocalStore.list
+
+    def list_below(store: LocalStore, folder: str) -> Any:
+        if str(store) == str(tmp_path) and not folder:
+            raise bcp.StorageError("not allowed to list it", kind="permission")
+        return listed(store, folder)
+
+    monkeypatch.setattr(LocalStore, "list", list_below)
+    for path in (snapshot, snapshot / "model.safetensors"):
+        assert_same(bcp.open(path).state_dict(), TENSORS)
+
+
 def test_a_folder_that_is_no_part_of_the_checkpoint_need_not_be_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

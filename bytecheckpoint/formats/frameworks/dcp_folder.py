@@ -95,10 +95,11 @@ class _DcpFolder:
         """Head of the latest archive, by the length of archives in bytes."""
 
     def open_files(self, metadata: Metadata) -> None:
+        metadata_path = join_name(self.builder.path, self._inside, METADATA_NAME)
         items = [item for tensor in metadata.tensors.values() for _, item in tensor.chunks]
         for item in sorted((*items, *metadata.objects.values()), key=lambda item: item[:3]):
             if item.file not in self._files:
-                name = join_name(self._inside, checked_name(item.file, self.builder.path))
+                name = join_name(self._inside, checked_name(item.file, metadata_path))
                 file = self._source.reader(name)
                 self._files[item.file] = self.builder.add_file(name, file.byte_length), file
             _, file = self._files[item.file]
