@@ -83,12 +83,11 @@ def _converted(convert: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _pack_tensor(leaf: Any) -> Any:
-    if (
-        not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided
-    ):  # a save refuses sparse ones by their name
-        return leaf
-    # Flattened first: a tensor without dimensions cannot be viewed as another type.
-    data = leaf.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+        return leaf  # a save refuses sparse ones by their name
+    whole = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # Flattened first: neither a tensor without dimensions can be viewed as another type, nor one element with a stride.
+    data = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
     return _SentTensor(leaf.dtype, tuple(leaf.shape), data)
 
 

@@ -28,7 +28,7 @@ from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.partial_module import partial_module
 from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder
-from bytecheckpoint.manifest.plain_wire import TensorRef
+from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.saving.handle import SaveHandle
 
@@ -285,6 +285,11 @@ class _TrainedEngine(nn.Module):
 
 def _trained(module: nn.Module) -> nn.Module:
     """Returns a module with the values of this one under the same names, without frozen parameters."""
-    values = tree_of(module).walked().state_dict()  # without what hooks add, for which a module has no place
-    frozen = {name for name, each in values.items() if isinstance(each, nn.Parameter) and not each.requires_grad}
-    return partial_module({name: value for name, value in values.items() if name not in frozen})
+    tree = tree_of(module).walked()  # its state_dict has nothing that hooks add, for which a module has no place
+    frozen = {
+        join_fqn(name, own)
+        for name, each in tree.submodules
+        for own, parameter in each._parameters.items()  # a buffer may be a Parameter too, and stays
+        if parameter is not None and not parameter.requires_grad
+    }
+    return partial_module({name: value for name, value in tree.state_dict().items() if name not in frozen})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from data.sample_sources import KINDS, passes, plain
 from torch.utils.data import DataLoader, IterableDataset
 
-from bytecheckpoint.data import ShuffleBuffer, Streams
+from bytecheckpoint.data import ShuffleBuffer, Streams, batch_messages
 from bytecheckpoint.data.known_loaders import elastic_loader_of
 
 NUM_STREAMS, LENGTH = 4, 10
@@ -61,13 +62,36 @@ def num_taken(tracked: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    "sample", [torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex64).conj()], ids=["sparse", "conjugated"]
+    "sample",
+    [
+        torch.eye(2).to_sparse(),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.arange(8).reshape(4, 2)[1:2, 1],
+    ],
+    ids=["sparse", "conjugated", "one element of a column"],
 )
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_a_worker_shuffles_samples_whose_bytes_cannot_be_sent_as_they_are(sample: torch.Tensor) -> None:
     streams = Streams({"a": ShuffleBuffer([sample] * 4, 2)}, rank=0, size=1, snapshot_every=1)
     loader, _ = loader_of(streams, batch_size=1, num_workers=1)
     assert all(torch.equal(each.to_dense(), sample.to_dense()) for (each,) in loader)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch.arange(8).reshape(4, 2)[1:2, 1],
+        torch.empty(0, 4),
+        torch.tensor(3.0, dtype=torch.bfloat16),
+    ],
+    ids=["conjugated", "negated", "one element of a column", "empty", "without dimensions"],
+)
+def test_a_sample_in_a_buffer_arrives_with_its_values(sample: torch.Tensor) -> None:
+    arrived = batch_messages._unpack_tensor(pickle.loads(pickle.dumps(batch_messages._pack_tensor(sample))))
+    assert torch.equal(arrived, sample)
+    assert (arrived.dtype, arrived.shape) == (sample.dtype, sample.shape)
 
 
 @pytest.mark.parametrize("workers", WORKERS)

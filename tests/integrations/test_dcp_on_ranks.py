@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import bytecheckpoint as bcp
 from bytecheckpoint.integrations import dcp
+from bytecheckpoint.integrations.dcp import conflicts
 from distributed.workers import WorkerDied, WorkerPool
 
 per_rank = pytest.mark.filterwarnings("ignore:.* values? differ between ranks")
@@ -96,6 +97,28 @@ def test_values_that_differ_are_kept_for_each_rank_with_one_warning(tmp_path: Pa
     with bcp.open(tmp_path) as checkpoint:
         assert checkpoint["same"][...].tolist() == [1, 1, 1]
         assert checkpoint.rank_values("nested.position") == {0: 0, 1: 1}
+
+
+def sets_of_differing_names(rank: int, world_size: int, path: Path) -> int:
+    """Returns the number of sets that the names of conflicts are put into."""
+    given: list[Any] = []
+    mark = conflicts._marked
+
+    def marked(value: Any, fqn: str, differing: set[str], on_the_way: set[str]) -> Any:
+        given.append(differing)
+        return mark(value, fqn, differing, on_the_way)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(conflicts, "_marked", marked)
+        dcp.save({f"steps_{number}": rank for number in range(20)}, checkpoint_id=path)
+    return len(set(map(id, given)))
+
+
+def test_the_names_that_differ_are_put_into_a_set_once_and_not_for_each_value(
+    tmp_path: Path, workers: WorkerPool
+) -> None:
+    assert workers.run(sets_of_differing_names, tmp_path, world_size=2) == [1, 1]
 
 
 def save_pair(rank: int, world_size: int, path: Path, on_conflict: str) -> dict[str, Any]:

@@ -66,7 +66,8 @@ def test_a_forked_child_waits_for_no_save_of_its_parent_when_it_exits(tmp_path: 
     folders = NumberedFolders(tmp_path, "step-", storage_options=None)
     folders.begin()
     folders.record(1)
-    under_way: Any = SimpleNamespace(add_done_callback=bool)
+    ends: list[Callable[[Any], None]] = []
+    under_way: Any = SimpleNamespace(add_done_callback=ends.append)
     folders.retire_after(under_way, 1, None)
     child = os.fork()
     if child == 0:
@@ -74,6 +75,8 @@ def test_a_forked_child_waits_for_no_save_of_its_parent_when_it_exits(tmp_path: 
         folders.close(3600)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+    ends[0](under_way)  # else the process of the tests waits for it when it exits
+    folders.close(60)
 
 
 def test_the_choice_of_the_newest_save_counts_whichever_is_noted_last(tmp_path: Path) -> None:

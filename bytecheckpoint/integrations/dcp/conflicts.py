@@ -65,8 +65,9 @@ def mark_differing(
             stacklevel=4,
         )
     # With the names above them: of a state with as many conflicts as parameters each part is looked at once.
+    names = set(differing)
     on_the_way = {above for name in differing for above in accumulate(name.split("."), "{}.{}".format)}
-    return {key: _marked(value, str(key), set(differing), on_the_way) for key, value in state.items()}
+    return {key: _marked(value, str(key), names, on_the_way) for key, value in state.items()}
 
 
 class _Values:

@@ -168,6 +168,18 @@ def test_extra_state_stays_where_frozen_parameters_are_left_out(tmp_path: Path) 
     assert bcp.load_tree(tmp_path)["model"]["0._extra_state"] == {"scale": 2}
 
 
+def test_a_buffer_that_is_a_parameter_stays_where_frozen_parameters_are_left_out(tmp_path: Path) -> None:
+    from bytecheckpoint.integrations.deepspeed import _trained
+
+    model = torch.nn.Linear(2, 2, bias=False)
+    model.register_buffer("scale", torch.nn.Parameter(torch.full((2,), 3.0), requires_grad=False))
+    model.register_parameter("frozen", torch.nn.Parameter(torch.ones(2), requires_grad=False))
+    bcp.save(tmp_path, {"model": _trained(model)})
+    with bcp.open(tmp_path) as checkpoint:
+        assert set(checkpoint) == {"model.weight", "model.scale"}
+        assert checkpoint["model.scale"][...].tolist() == [3, 3]
+
+
 def keep_tags(rank: int, world_size: int, folder: str) -> list[str]:
     """Tags, `latest`, replaced and deleted checkpoints, and what is refused."""
     join_deepspeed(rank)
