@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
@@ -84,8 +85,9 @@ class JobMemory:
 
     def take(self, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
         """Returns memory for an image with files of these lengths, in bytes, in a slot whose content is no longer
-        needed; without room for one, in the slot of the newest save that survives the loss of a host, if that is not
-        the newest save. Called again for the same save, takes the same slot.
+        needed; without room for one, in that of a doubted save that has failed, or else of the newest save that
+        survives the loss of a host, if that is not the newest save. Called again for the same save, takes the same
+        slot.
 
         Raises CheckpointSaveError (no_space).
         """
@@ -130,13 +132,13 @@ class JobMemory:
         """Keeps the slots of this save as well, which is whole on all ranks: others may learn that it is complete while
         this rank does not. Forgets doubted saves before it that have failed.
         """
-        for failed in self._failed:
-            version_files.remove(self.job, failed)
-        self._settled = {*self._needed(), save_id} - self._failed
-        self._doubted, self._failed = save_id, set()
+        self._settled = {*self._without_failed(), save_id}
+        self._doubted = save_id
 
     def note_failure(self) -> None:
-        """Notes that the doubted save, if any, is complete nowhere. Its slots stay until a later save is whole."""
+        """Notes that the doubted save, if any, is complete nowhere. Its slots stay until a later save is whole, or has
+        no other room.
+        """
         self._failed |= {self._doubted} - {""}
 
     def settle(self, save_id: str, *, is_protected: bool = False) -> None:
@@ -258,15 +260,28 @@ class JobMemory:
         """Returns the ids of the saves whose slots must stay."""
         return version_files.needed_saves(self.job) if self._settled is None else self._settled
 
+    def _without_failed(self) -> Collection[str]:
+        """Forgets the doubted saves that have failed, and returns the ids of the others whose slots must stay."""
+        for failed in self._failed:
+            version_files.remove(self.job, failed)
+        needed = set(self._needed()) - self._failed
+        self._failed = set()
+        return needed
+
     def _free_among(self, found: Iterable[FoundSlot]) -> Iterator[FoundSlot]:
         """Yields the slots that no save needs, without those of this process."""
         needed, own = self._needed(), {slot.path for slot in self._slots}
         return (each for each in found if each.save_id not in needed and each.path not in own)
 
     def _reserved_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
-        """Returns a slot that is free and at least `num_bytes` long; without room for one, that of the
-        `protected_save`, for which the free ones of this process are unlinked. Raises CheckpointSaveError (no_space).
+        """Returns a slot that is free and at least `num_bytes` long; without room for one, that of a doubted save that
+        has failed, or else of the `protected_save`, for which the free ones of this process are unlinked. Raises
+        CheckpointSaveError (no_space).
         """
+        if not self._failed.isdisjoint(self._needed()):
+            with suppress(CheckpointSaveError):
+                return self._reserved_free_slot(self._needed(), num_bytes, max_bytes)
+            self._settled, self._doubted = self._without_failed(), ""
         needed = self._needed()
         try:
             return self._reserved_free_slot(needed, num_bytes, max_bytes)

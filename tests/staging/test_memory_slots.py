@@ -108,6 +108,20 @@ def test_a_new_slot_whose_pages_cannot_be_allocated_gives_way_to_the_protected_o
     assert len(list(slot_file.scan(memory.job.slots))) == 2
 
 
+def test_a_save_that_failed_gives_way_before_the_newest_complete_one(tmp_path: Path) -> None:
+    """Without room for a third slot, that of the newest complete save was overwritten, as the protected one."""
+    memory = memory_of(tmp_path)
+    hold(memory, PROTECTED, MIB, is_protected=True)
+    memory.begin_save()
+    memory.take([MIB], max_bytes=None)
+    memory.fill(NEWEST, 2, 0, [(0, 0)])
+    memory.doubt(NEWEST)
+    memory.note_failure()
+    memory.begin_save()
+    memory.take([MIB], max_bytes=5 * MIB // 2)
+    assert held(memory) == {PROTECTED: {1}}
+
+
 @pytest.mark.parametrize("lengths", [[2 * MIB], [8 * MIB]])
 def test_without_a_protected_save_the_newest_stays(tmp_path: Path, lengths: Sequence[int]) -> None:
     memory = memory_of(tmp_path)
