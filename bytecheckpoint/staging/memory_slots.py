@@ -146,9 +146,9 @@ class JobMemory:
         `is_protected`, also those of the `protected_save`. `is_protected` is True if this save survives the loss of a
         host, or none can. Unlinks other slots of this process beyond two in all, or three where it keeps two saves.
         """
+        self._doubted, self._failed = "", set()  # first: if anything here fails, the save is complete all the same
         protected = "" if is_protected else version_files.protected_save(self.job)
         self._settled = {save_id, protected} - {""}
-        self._doubted, self._failed = "", set()
         unneeded = [slot for slot in self._slots if slot.save_id not in self._settled]
         num_kept = len(self._slots) - len(unneeded)
         for slot in unneeded[max(_SLOTS + (num_kept > 1) - num_kept, 0) :]:  # more than two: see `doubt`

@@ -122,6 +122,34 @@ def test_a_save_that_failed_gives_way_before_the_newest_complete_one(tmp_path: P
     assert held(memory) == {PROTECTED: {1}}
 
 
+def test_a_save_that_is_complete_has_not_failed_though_this_rank_cannot_tidy_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks have given up the saves before it: they can go on from this one alone, until the next is complete."""
+
+    def refuse(_: object) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    memory = memory_of(tmp_path)
+    hold(memory, PROTECTED, MIB, is_protected=False)
+    memory.begin_save()
+    memory.take([MIB], max_bytes=None)[:] = b"\2" * MIB
+    memory.fill(NEWEST, 2, 0, [(0, 0)])
+    memory.doubt(NEWEST)
+    with monkeypatch.context() as patch:
+        patch.setattr(version_files, "protected_save", refuse)
+        with pytest.raises(OSError, match="Too many"):
+            memory.settle(NEWEST)
+    memory.note_failure()
+    for save_id in ("c" * 16, "d" * 16):
+        memory.begin_save()
+        memory.take([MIB], max_bytes=None)
+        memory.fill(save_id, 3, 0, [(0, 0)])
+        memory.doubt(save_id)
+        memory.note_failure()
+    assert held(memory)[NEWEST] == {2}
+
+
 @pytest.mark.parametrize("lengths", [[2 * MIB], [8 * MIB]])
 def test_without_a_protected_save_the_newest_stays(tmp_path: Path, lengths: Sequence[int]) -> None:
     memory = memory_of(tmp_path)
