@@ -11,6 +11,7 @@ import pytest
 
 import bytecheckpoint as bcp
 from bytecheckpoint.manifest import Manifest, encode_manifest
+from bytecheckpoint.staging.copy_slots import scan_copies
 from bytecheckpoint.staging.memory_slots import JobMemory
 from bytecheckpoint.storage.memory_root import slot_file, version_files
 from bytecheckpoint.storage.memory_root.job_folder import open_job
@@ -174,3 +175,33 @@ def test_a_copy_without_room_is_refused_again_when_it_is_tried_again(tmp_path: P
         assert "a copy for another host needs" in str(raised.value)
         assert "nothing was written" not in str(raised.value)  # the save itself is complete
     assert copies.take(1, [MIB], max_bytes=None).nbytes == MIB
+
+
+def test_copies_that_other_hosts_lack_give_way_where_there_is_no_room_for_more(tmp_path: Path) -> None:
+    """With room for two, copies failed from then on, though the other host had room again."""
+    memory = memory_of(tmp_path)
+    copies = memory.copies
+
+    def make(save_id: str, value: int) -> None:
+        copies.begin_save()
+        copies.take(1, [MIB], max_bytes=5 * MIB // 2)[:] = bytes([value]) * MIB
+        copies.fill(1, save_id, value, [MIB])
+        copies.doubt(save_id)
+
+    def held_copies() -> list[str]:
+        return sorted(found.save_id for found in scan_copies(memory.job, "copies") if found.capacity)
+
+    make(PROTECTED, 1)
+    copies.settle(PROTECTED)
+    for save_id in (NEWEST, "c" * 16):
+        make(save_id, 2)
+        assert held_copies() == [PROTECTED, save_id]
+        copies.note_incomplete(save_id)
+    make("d" * 16, 3)
+    copies.settle("d" * 16)
+    assert "d" * 16 in held_copies()
+    copies.begin_save()
+    copies.take(1, [MIB], max_bytes=5 * MIB // 2)
+    with pytest.raises(bcp.CheckpointSaveError, match="a copy for another host needs"):
+        copies.take(2, [MIB], max_bytes=5 * MIB // 2)
+    assert "d" * 16 in held_copies()
