@@ -70,16 +70,8 @@ class JobMemory:
         """Lets `take` choose slots for a new save, and forgets those that somebody has deleted. Hazard: without this
         call before each save, `take` overwrites the slot of the save before, even if that is complete.
         """
-        self._filling, num_slots = None, len(self._slots)
-        self._slots = slot_file.without_lost(self._slots)
-        if lost := num_slots - len(self._slots):
-            logger.warning(
-                "slots are gone from %s (%d of %d), which this process did not delete: what they held is lost, and "
-                "this save takes others",
-                self.job.path,
-                lost,
-                num_slots,
-            )
+        self._filling = None
+        self._forget_lost()
         self.copies.begin_save()
         self.parity.begin_save()
 
@@ -101,6 +93,7 @@ class JobMemory:
 
     def reserve(self, lengths: Sequence[int], *, max_bytes: int | None) -> None:
         """Allocates both slots ahead of the first save. Raises CheckpointSaveError (no_space)."""
+        self._forget_lost()
         num_bytes = slot_file.slot_bytes(lengths)
         while len(self._slots) < _SLOTS:
             self._add_slot(num_bytes, max_bytes)
@@ -218,8 +211,11 @@ class JobMemory:
         """Registers this process, which may never save, so that `bcp gc` does not free the memory of the job while it
         lives.
         """
-        if self._joined is None and self._registered is None:
+        earlier = self._registered
+        if self._joined is None and (earlier is None or not self.job.has_joined(earlier[1])):
             self._registered = self.job.join(saves=False)
+            if earlier is not None:
+                earlier[0].release()
 
     def others(self) -> list[LivingProcess]:
         """Returns the other processes on this host that save for the job. Registers this one, as `process` does."""
@@ -255,6 +251,18 @@ class JobMemory:
         """Notes a step that this process has committed."""
         if self._present is not None:
             self._present.add(step)
+
+    def _forget_lost(self) -> None:
+        num_slots = len(self._slots)
+        self._slots = slot_file.without_lost(self._slots)
+        if lost := num_slots - len(self._slots):
+            logger.warning(
+                "slots are gone from %s (%d of %d), which this process did not delete: what they held is lost, and "
+                "others are taken",
+                self.job.path,
+                lost,
+                num_slots,
+            )
 
     def _needed(self) -> Collection[str]:
         """Returns the ids of the saves whose slots must stay."""

@@ -93,6 +93,15 @@ def test_slots_do_not_pile_up_while_saves_fail_after_they_are_whole(
     assert len(slots_of(tmp_path)) == 2
 
 
+def test_a_warm_up_allocates_new_slots_after_somebody_has_emptied_the_memory_root(tmp_path: Path) -> None:
+    """It failed with FileNotFoundError, and `bcp gc --memory` would have freed what a later one allocated."""
+    for _ in range(2):
+        bcp.warm_up({"x": torch.ones(NUMEL)}, path=tmp_path / "ckpt", options=options(tmp_path))
+        (job,) = jobs_in_memory([str(tmp_path / "memory")], None)
+        assert (job.num_living, len(slots_of(tmp_path))) == (1, 2)
+        shutil.rmtree(job.path)
+
+
 @pytest.mark.parametrize("num_slots", [2, 3])
 def test_saves_go_on_where_memory_has_no_room_for_another_slot_than_that_of_a_save_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_slots: int
