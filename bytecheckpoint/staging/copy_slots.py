@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from bytecheckpoint.errors import CheckpointSaveError
-from bytecheckpoint.storage.memory_root import slot_file
+from bytecheckpoint.storage.memory_root import slot_file, version_files
 from bytecheckpoint.storage.memory_root.job_folder import JobFolder, replace_file
 from bytecheckpoint.storage.memory_root.room import check_room
 from bytecheckpoint.storage.memory_root.slot_file import FoundSlot, Slot
@@ -41,8 +41,9 @@ class CopySlots:
         self._taken, self._slots = {}, slot_file.without_lost(self._slots)
 
     def take(self, owner: int, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
-        """Returns memory for a copy of the image of rank `owner`; without room for one, that of copies of an earlier
-        save which other hosts lack. Called again for the same save, returns the same memory with its content.
+        """Returns memory for a copy of the image of rank `owner`; without room for one, that of a copy of an earlier
+        save of which other hosts may lack copies. Called again for the same save, returns the same memory with its
+        content.
 
         Raises CheckpointSaveError (no_space).
         """
@@ -98,15 +99,22 @@ class CopySlots:
 
     def _reserved_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
         needed = self._needed()
-        if not self._incomplete.isdisjoint(needed):
+        if len(needed) > 1:
             with suppress(CheckpointSaveError):
                 return self._reserved_free_slot(needed, num_bytes, max_bytes)
-            needed = [each for each in needed if each not in self._incomplete]
+            protected = version_files.protected_save(self._job)
+            needed = [protected] if protected in needed else needed[:1]
         return self._reserved_free_slot(needed, num_bytes, max_bytes)
 
     def _reserved_free_slot(self, needed: Collection[str], num_bytes: int, max_bytes: int | None) -> Slot:
-        slot = self._free_slot(needed, num_bytes)
-        self._reserve(slot, num_bytes, max_bytes)
+        held, slot = list(self._slots), self._free_slot(needed, num_bytes)
+        try:
+            self._reserve(slot, num_bytes, max_bytes)
+        except CheckpointSaveError:
+            if slot not in held:  # its room is for another
+                self._slots.remove(slot)
+                slot.remove()
+            raise
         return slot
 
     def _free_slot(self, needed: Collection[str], num_bytes: int) -> Slot:
@@ -137,8 +145,8 @@ class CopySlots:
                 path=self._job.root,
             ) from error
 
-    def _needed(self) -> Collection[str]:
-        """Returns the ids of the saves whose copies must stay."""
+    def _needed(self) -> Sequence[str]:
+        """Returns the ids of the saves whose copies must stay, first of the last one known to be whole on all hosts."""
         name = os.path.join(self._folder, _NEEDED)
         with suppress(FileNotFoundError, msgspec.MsgspecError), open(name, "rb") as file:
             return msgspec.json.decode(file.read(), type=list[str])

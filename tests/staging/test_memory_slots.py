@@ -205,3 +205,21 @@ def test_copies_that_other_hosts_lack_give_way_where_there_is_no_room_for_more(t
     with pytest.raises(bcp.CheckpointSaveError, match="a copy for another host needs"):
         copies.take(2, [MIB], max_bytes=5 * MIB // 2)
     assert "d" * 16 in held_copies()
+
+
+@pytest.mark.parametrize("last_whole", [PROTECTED, NEWEST])
+def test_copies_that_other_hosts_may_lack_give_way_after_a_restart(tmp_path: Path, last_whole: str) -> None:
+    """A process that is killed among copies leaves those of two saves: with room for two, copies failed ever after."""
+    before = memory_of(tmp_path)
+    for save_id in (PROTECTED, NEWEST):
+        before.copies.begin_save()
+        before.copies.take(1, [MIB], max_bytes=None)
+        before.copies.fill(1, save_id, 1, [MIB])
+        before.copies.doubt(save_id)
+        if save_id == PROTECTED:
+            before.copies.settle(save_id)
+    version_files.note_protected(before.job, last_whole)
+    before.close()
+    memory = memory_of(tmp_path)
+    memory.copies.take(1, [MIB], max_bytes=5 * MIB // 2)
+    assert [found.save_id for found in scan_copies(memory.job, "copies") if found.save_id] == [last_whole]
