@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from bytecheckpoint.errors import CheckpointSaveError
-from bytecheckpoint.storage.memory_root import slot_file
+from bytecheckpoint.storage.memory_root import slot_file, version_files
 from bytecheckpoint.storage.memory_root.job_folder import JobFolder, replace_file
 from bytecheckpoint.storage.memory_root.room import check_room
 from bytecheckpoint.storage.memory_root.slot_file import FoundSlot, Slot
@@ -41,8 +41,9 @@ class CopySlots:
         self._taken, self._slots = {}, slot_file.without_lost(self._slots)
 
     def take(self, owner: int, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
-        """Returns memory for a copy of the image of rank `owner`. Called again for the same save, returns the same
-        memory with its content.
+        """Returns memory for a copy of the image of rank `owner`; without room for one, that of a copy of an earlier
+        save of which other hosts may lack copies. Called again for the same save, returns the same memory with its
+        content.
 
         Raises CheckpointSaveError (no_space).
         """
@@ -53,9 +54,7 @@ class CopySlots:
         with self._job.locked():
             with suppress(FileExistsError):
                 os.mkdir(self._folder, 0o700)
-            slot = self._free_slot(num_bytes)
-            self._reserve(slot, num_bytes, max_bytes)
-            self._taken[owner] = slot
+            slot = self._taken[owner] = self._reserved_slot(num_bytes, max_bytes)
         return slot.begin(lengths)
 
     def fill(self, owner: int, save_id: str, step: int, lengths: Sequence[int], *, numbers: Sequence[int] = ()) -> None:
@@ -71,7 +70,7 @@ class CopySlots:
 
     def note_incomplete(self, save_id: str) -> None:
         """Notes that another host lacks copies of this save. Its copies here stay until those of a later save are
-        whole: without the host that they are of, training can go on from it.
+        whole, or have no other room: without the host that they are of, training can go on from it.
         """
         self._incomplete.add(save_id)
 
@@ -98,8 +97,28 @@ class CopySlots:
         for slot in self._slots:
             slot.release()
 
-    def _free_slot(self, num_bytes: int) -> Slot:
-        needed, busy = self._needed(), {slot.path for slot in self._taken.values()}
+    def _reserved_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
+        needed = self._needed()
+        if len(needed) > 1:
+            with suppress(CheckpointSaveError):
+                return self._reserved_free_slot(needed, num_bytes, max_bytes)
+            protected = version_files.protected_save(self._job)
+            needed = [protected] if protected in needed else needed[:1]
+        return self._reserved_free_slot(needed, num_bytes, max_bytes)
+
+    def _reserved_free_slot(self, needed: Collection[str], num_bytes: int, max_bytes: int | None) -> Slot:
+        held, slot = list(self._slots), self._free_slot(needed, num_bytes)
+        try:
+            self._reserve(slot, num_bytes, max_bytes)
+        except CheckpointSaveError:
+            if slot not in held:  # its room is for another
+                self._slots.remove(slot)
+                slot.remove()
+            raise
+        return slot
+
+    def _free_slot(self, needed: Collection[str], num_bytes: int) -> Slot:
+        busy = {slot.path for slot in self._taken.values()}
         own = [slot for slot in self._slots if slot.save_id not in needed and slot.path not in busy]
         if own:
             return min(own, key=lambda slot: slot_file.fit(slot.capacity, num_bytes))
@@ -126,8 +145,8 @@ class CopySlots:
                 path=self._job.root,
             ) from error
 
-    def _needed(self) -> Collection[str]:
-        """Returns the ids of the saves whose copies must stay."""
+    def _needed(self) -> Sequence[str]:
+        """Returns the ids of the saves whose copies must stay, first of the last one known to be whole on all hosts."""
         name = os.path.join(self._folder, _NEEDED)
         with suppress(FileNotFoundError, msgspec.MsgspecError), open(name, "rb") as file:
             return msgspec.json.decode(file.read(), type=list[str])

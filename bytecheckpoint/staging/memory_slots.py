@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
@@ -69,23 +70,16 @@ class JobMemory:
         """Lets `take` choose slots for a new save, and forgets those that somebody has deleted. Hazard: without this
         call before each save, `take` overwrites the slot of the save before, even if that is complete.
         """
-        self._filling, num_slots = None, len(self._slots)
-        self._slots = slot_file.without_lost(self._slots)
-        if lost := num_slots - len(self._slots):
-            logger.warning(
-                "slots are gone from %s (%d of %d), which this process did not delete: what they held is lost, and "
-                "this save takes others",
-                self.job.path,
-                lost,
-                num_slots,
-            )
+        self._filling = None
+        self._forget_lost()
         self.copies.begin_save()
         self.parity.begin_save()
 
     def take(self, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
         """Returns memory for an image with files of these lengths, in bytes, in a slot whose content is no longer
-        needed; without room for one, in the slot of the newest save that survives the loss of a host, if that is not
-        the newest save. Called again for the same save, takes the same slot.
+        needed; without room for one, in that of a doubted save that has failed, or else of the newest save that
+        survives the loss of a host, if that is not the newest save. Called again for the same save, takes the same
+        slot.
 
         Raises CheckpointSaveError (no_space).
         """
@@ -99,6 +93,7 @@ class JobMemory:
 
     def reserve(self, lengths: Sequence[int], *, max_bytes: int | None) -> None:
         """Allocates both slots ahead of the first save. Raises CheckpointSaveError (no_space)."""
+        self._forget_lost()
         num_bytes = slot_file.slot_bytes(lengths)
         while len(self._slots) < _SLOTS:
             self._add_slot(num_bytes, max_bytes)
@@ -130,13 +125,13 @@ class JobMemory:
         """Keeps the slots of this save as well, which is whole on all ranks: others may learn that it is complete while
         this rank does not. Forgets doubted saves before it that have failed.
         """
-        for failed in self._failed:
-            version_files.remove(self.job, failed)
-        self._settled = {*self._needed(), save_id} - self._failed
-        self._doubted, self._failed = save_id, set()
+        self._settled = {*self._without_failed(), save_id}
+        self._doubted = save_id
 
     def note_failure(self) -> None:
-        """Notes that the doubted save, if any, is complete nowhere. Its slots stay until a later save is whole."""
+        """Notes that the doubted save, if any, is complete nowhere. Its slots stay until a later save is whole, or has
+        no other room.
+        """
         self._failed |= {self._doubted} - {""}
 
     def settle(self, save_id: str, *, is_protected: bool = False) -> None:
@@ -144,9 +139,9 @@ class JobMemory:
         `is_protected`, also those of the `protected_save`. `is_protected` is True if this save survives the loss of a
         host, or none can. Unlinks other slots of this process beyond two in all, or three where it keeps two saves.
         """
+        self._doubted, self._failed = "", set()  # first: if anything here fails, the save is complete all the same
         protected = "" if is_protected else version_files.protected_save(self.job)
         self._settled = {save_id, protected} - {""}
-        self._doubted, self._failed = "", set()
         unneeded = [slot for slot in self._slots if slot.save_id not in self._settled]
         num_kept = len(self._slots) - len(unneeded)
         for slot in unneeded[max(_SLOTS + (num_kept > 1) - num_kept, 0) :]:  # more than two: see `doubt`
@@ -216,8 +211,11 @@ class JobMemory:
         """Registers this process, which may never save, so that `bcp gc` does not free the memory of the job while it
         lives.
         """
-        if self._joined is None and self._registered is None:
+        earlier = self._registered
+        if self._joined is None and (earlier is None or not self.job.has_joined(earlier[1])):
             self._registered = self.job.join(saves=False)
+            if earlier is not None:
+                earlier[0].release()
 
     def others(self) -> list[LivingProcess]:
         """Returns the other processes on this host that save for the job. Registers this one, as `process` does."""
@@ -254,9 +252,29 @@ class JobMemory:
         if self._present is not None:
             self._present.add(step)
 
+    def _forget_lost(self) -> None:
+        num_slots = len(self._slots)
+        self._slots = slot_file.without_lost(self._slots)
+        if lost := num_slots - len(self._slots):
+            logger.warning(
+                "slots are gone from %s (%d of %d), which this process did not delete: what they held is lost, and "
+                "others are taken",
+                self.job.path,
+                lost,
+                num_slots,
+            )
+
     def _needed(self) -> Collection[str]:
         """Returns the ids of the saves whose slots must stay."""
         return version_files.needed_saves(self.job) if self._settled is None else self._settled
+
+    def _without_failed(self) -> Collection[str]:
+        """Forgets the doubted saves that have failed, and returns the ids of the others whose slots must stay."""
+        for failed in self._failed:
+            version_files.remove(self.job, failed)
+        needed = set(self._needed()) - self._failed
+        self._failed = set()
+        return needed
 
     def _free_among(self, found: Iterable[FoundSlot]) -> Iterator[FoundSlot]:
         """Yields the slots that no save needs, without those of this process."""
@@ -264,9 +282,14 @@ class JobMemory:
         return (each for each in found if each.save_id not in needed and each.path not in own)
 
     def _reserved_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
-        """Returns a slot that is free and at least `num_bytes` long; without room for one, that of the
-        `protected_save`, for which the free ones of this process are unlinked. Raises CheckpointSaveError (no_space).
+        """Returns a slot that is free and at least `num_bytes` long; without room for one, that of a doubted save that
+        has failed, or else of the `protected_save`, for which the free ones of this process are unlinked. Raises
+        CheckpointSaveError (no_space).
         """
+        if not self._failed.isdisjoint(self._needed()):
+            with suppress(CheckpointSaveError):
+                return self._reserved_free_slot(self._needed(), num_bytes, max_bytes)
+            self._settled, self._doubted = self._without_failed(), ""
         needed = self._needed()
         try:
             return self._reserved_free_slot(needed, num_bytes, max_bytes)

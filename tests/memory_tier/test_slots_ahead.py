@@ -93,6 +93,39 @@ def test_slots_do_not_pile_up_while_saves_fail_after_they_are_whole(
     assert len(slots_of(tmp_path)) == 2
 
 
+def test_a_warm_up_allocates_new_slots_after_somebody_has_emptied_the_memory_root(tmp_path: Path) -> None:
+    """It failed with FileNotFoundError, and `bcp gc --memory` would have freed what a later one allocated."""
+    for _ in range(2):
+        bcp.warm_up({"x": torch.ones(NUMEL)}, path=tmp_path / "ckpt", options=options(tmp_path))
+        (job,) = jobs_in_memory([str(tmp_path / "memory")], None)
+        assert (job.num_living, len(slots_of(tmp_path))) == (1, 2)
+        shutil.rmtree(job.path)
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_saves_go_on_where_memory_has_no_room_for_another_slot_than_that_of_a_save_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_slots: int
+) -> None:
+    """With room for two slots, as the documentation says, every save was refused from then on, to storage as well."""
+
+    def refuse(*_: object) -> None:
+        raise OSError("no room")
+
+    state, memory = {"x": torch.ones(NUMEL)}, {"max_bytes": num_slots * (4 * NUMEL + (64 << 10))}
+    given = bcp.SaveOptions(memory=bcp.Memory(copies=1, root=tmp_path / "memory", **memory))
+    bcp.save(tmp_path / "ckpt", state, step=0, options=given, to="memory")
+    ((job, _),) = find_jobs(str(tmp_path / "memory"))
+    (complete,) = (slot.save_id for slot in slot_file.scan(job.slots))
+    with monkeypatch.context() as patch:
+        patch.setattr(hold, "_warn_of_all", refuse)
+        for step in (1, 2, 3):
+            with pytest.raises(bcp.CheckpointSaveError, match="no room"):
+                bcp.save(tmp_path / "ckpt", state, step=step, options=given, to="memory")
+            assert complete in {slot.save_id for slot in slot_file.scan(job.slots)}
+    bcp.save(tmp_path / "ckpt", state, step=4, options=given, to="memory")
+    assert len(slots_of(tmp_path)) == 2
+
+
 def test_a_warm_up_for_memory_needs_the_path_of_the_saves(tmp_path: Path) -> None:
     with pytest.raises(bcp.CheckpointMismatchError, match="path=") as caught:
         bcp.warm_up({"x": torch.ones(3)}, options=options(tmp_path))

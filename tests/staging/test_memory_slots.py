@@ -11,6 +11,7 @@ import pytest
 
 import bytecheckpoint as bcp
 from bytecheckpoint.manifest import Manifest, encode_manifest
+from bytecheckpoint.staging.copy_slots import scan_copies
 from bytecheckpoint.staging.memory_slots import JobMemory
 from bytecheckpoint.storage.memory_root import slot_file, version_files
 from bytecheckpoint.storage.memory_root.job_folder import open_job
@@ -108,6 +109,48 @@ def test_a_new_slot_whose_pages_cannot_be_allocated_gives_way_to_the_protected_o
     assert len(list(slot_file.scan(memory.job.slots))) == 2
 
 
+def test_a_save_that_failed_gives_way_before_the_newest_complete_one(tmp_path: Path) -> None:
+    """Without room for a third slot, that of the newest complete save was overwritten, as the protected one."""
+    memory = memory_of(tmp_path)
+    hold(memory, PROTECTED, MIB, is_protected=True)
+    memory.begin_save()
+    memory.take([MIB], max_bytes=None)
+    memory.fill(NEWEST, 2, 0, [(0, 0)])
+    memory.doubt(NEWEST)
+    memory.note_failure()
+    memory.begin_save()
+    memory.take([MIB], max_bytes=5 * MIB // 2)
+    assert held(memory) == {PROTECTED: {1}}
+
+
+def test_a_save_that_is_complete_has_not_failed_though_this_rank_cannot_tidy_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks have given up the saves before it: they can go on from this one alone, until the next is complete."""
+
+    def refuse(_: object) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    memory = memory_of(tmp_path)
+    hold(memory, PROTECTED, MIB, is_protected=False)
+    memory.begin_save()
+    memory.take([MIB], max_bytes=None)[:] = b"\2" * MIB
+    memory.fill(NEWEST, 2, 0, [(0, 0)])
+    memory.doubt(NEWEST)
+    with monkeypatch.context() as patch:
+        patch.setattr(version_files, "protected_save", refuse)
+        with pytest.raises(OSError, match="Too many"):
+            memory.settle(NEWEST)
+    memory.note_failure()
+    for save_id in ("c" * 16, "d" * 16):
+        memory.begin_save()
+        memory.take([MIB], max_bytes=None)
+        memory.fill(save_id, 3, 0, [(0, 0)])
+        memory.doubt(save_id)
+        memory.note_failure()
+    assert held(memory)[NEWEST] == {2}
+
+
 @pytest.mark.parametrize("lengths", [[2 * MIB], [8 * MIB]])
 def test_without_a_protected_save_the_newest_stays(tmp_path: Path, lengths: Sequence[int]) -> None:
     memory = memory_of(tmp_path)
@@ -132,3 +175,51 @@ def test_a_copy_without_room_is_refused_again_when_it_is_tried_again(tmp_path: P
         assert "a copy for another host needs" in str(raised.value)
         assert "nothing was written" not in str(raised.value)  # the save itself is complete
     assert copies.take(1, [MIB], max_bytes=None).nbytes == MIB
+
+
+def test_copies_that_other_hosts_lack_give_way_where_there_is_no_room_for_more(tmp_path: Path) -> None:
+    """With room for two, copies failed from then on, though the other host had room again."""
+    memory = memory_of(tmp_path)
+    copies = memory.copies
+
+    def make(save_id: str, value: int) -> None:
+        copies.begin_save()
+        copies.take(1, [MIB], max_bytes=5 * MIB // 2)[:] = bytes([value]) * MIB
+        copies.fill(1, save_id, value, [MIB])
+        copies.doubt(save_id)
+
+    def held_copies() -> list[str]:
+        return sorted(found.save_id for found in scan_copies(memory.job, "copies") if found.capacity)
+
+    make(PROTECTED, 1)
+    copies.settle(PROTECTED)
+    for save_id in (NEWEST, "c" * 16):
+        make(save_id, 2)
+        assert held_copies() == [PROTECTED, save_id]
+        copies.note_incomplete(save_id)
+    make("d" * 16, 3)
+    copies.settle("d" * 16)
+    assert "d" * 16 in held_copies()
+    copies.begin_save()
+    copies.take(1, [MIB], max_bytes=5 * MIB // 2)
+    with pytest.raises(bcp.CheckpointSaveError, match="a copy for another host needs"):
+        copies.take(2, [MIB], max_bytes=5 * MIB // 2)
+    assert "d" * 16 in held_copies()
+
+
+@pytest.mark.parametrize("last_whole", [PROTECTED, NEWEST])
+def test_copies_that_other_hosts_may_lack_give_way_after_a_restart(tmp_path: Path, last_whole: str) -> None:
+    """A process that is killed among copies leaves those of two saves: with room for two, copies failed ever after."""
+    before = memory_of(tmp_path)
+    for save_id in (PROTECTED, NEWEST):
+        before.copies.begin_save()
+        before.copies.take(1, [MIB], max_bytes=None)
+        before.copies.fill(1, save_id, 1, [MIB])
+        before.copies.doubt(save_id)
+        if save_id == PROTECTED:
+            before.copies.settle(save_id)
+    version_files.note_protected(before.job, last_whole)
+    before.close()
+    memory = memory_of(tmp_path)
+    memory.copies.take(1, [MIB], max_bytes=5 * MIB // 2)
+    assert [found.save_id for found in scan_copies(memory.job, "copies") if found.save_id] == [last_whole]
