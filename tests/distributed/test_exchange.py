@@ -399,6 +399,7 @@ def fails_before_it_has_connected(rank: int, world_size: int, path: str) -> tupl
     first_errors = list[type[BaseException]]()
     with ExitStack() as stack:
         stack.enter_context(read_by_rank_0(rank))
+        stack.enter_context(on_host(rank))
         if rank == 1:
             stack.enter_context(after(Seam(exchange_module._Exchange, "_stop"), failed.set))
             stack.enter_context(before(Seam(exchange_module, "connect"), lambda: failed.wait(60)))
