@@ -143,7 +143,7 @@ class _Exchange:
         self._is_interrupted = threading.Event()
         """Set when no more connections to reader ranks are to be made."""
         self._untold = {*assigned.addresses}
-        """Reader ranks that wait for this one to connect, and to which it has not begun to."""
+        """Reader ranks that wait for this one to connect, and to which it has not begun to, or could not."""
         self._relays: list[Future[object]] = []
         self._host_ranks = host_ranks
         self._arenas = divide_memory(host_ranks, read_bytes)
@@ -319,15 +319,19 @@ class _Exchange:
         meanwhile, tells the reader rank that and raises PeerLeftError.
         """
         self._untold.discard(reader)
-        connection = connect(
-            self._ranks.global_ranks[reader],
-            self._assigned.addresses[reader],
-            self._ranks.rank,
-            request,
-            timeout_s=timeout_s,
-            on_open=self._inbound.append,
-            is_over=self._is_interrupted,
-        )
+        try:
+            connection = connect(
+                self._ranks.global_ranks[reader],
+                self._assigned.addresses[reader],
+                self._ranks.rank,
+                request,
+                timeout_s=timeout_s,
+                on_open=self._inbound.append,
+                is_over=self._is_interrupted,
+            )
+        except OSError:  # of this rank, as where it has no descriptor left: the reader rank waits as before
+            self._untold.add(reader)
+            raise
         if self._is_over.is_set():
             connection.disconnect()
             raise PeerLeftError

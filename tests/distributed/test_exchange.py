@@ -4,6 +4,7 @@ goes wrong on one rank, or on the way, is known to all.
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -400,6 +401,7 @@ def fails_before_it_has_connected(rank: int, world_size: int, path: str) -> tupl
     first_errors = list[type[BaseException]]()
     with ExitStack() as stack:
         stack.enter_context(read_by_rank_0(rank))
+        stack.enter_context(on_host(rank))
         if rank == 1:
             stack.enter_context(after(Seam(exchange_module._Exchange, "_stop"), failed.set))
             stack.enter_context(before(Seam(exchange_module, "connect"), lambda: failed.wait(60)))
@@ -449,6 +451,36 @@ def test_a_rank_that_fails_before_it_has_connected_still_tells_those_that_wait_f
     workers.run(save_rows, path, "none", world_size=2)
     (told, first_inside), (own, _) = workers.run(fails_before_it_has_connected, path, world_size=2)
     assert own.kind == told.kind == "permission"
+    assert first_inside == ["PeerLeftError"]  # and not that it has waited in vain until its time was up
+
+
+def cannot_connect_at_first(rank: int, world_size: int, path: str) -> tuple[Seen | None, list[str]]:
+    """As `fails_before_it_has_connected`, but what fails is the connection: rank 1 has no descriptor for it."""
+    state, first_errors = tensors_of(Replicate(), is_filled=False), list[type[BaseException]]()
+    failures = iter([OSError(errno.EMFILE, os.strerror(errno.EMFILE))])
+
+    def fail_once() -> None:
+        for error in failures:
+            raise error
+
+    with (
+        read_by_rank_0(rank),
+        on_host(rank),
+        before(Seam(exchange_module, "connect"), fail_once),
+        before_end(lambda errors: first_errors.extend(map(type, errors[:1]))),
+    ):
+        error = seen(lambda: bcp.load(path, state, options=bcp.LoadOptions(exchange="on", timeout_s=30)))
+    return error, [cls.__name__ for cls in first_errors]
+
+
+def test_a_rank_that_has_no_descriptor_to_connect_with_still_tells_its_reader_rank(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "ckpt")
+    workers.run(save_rows, path, "none", world_size=2)
+    (told, first_inside), (own, _) = workers.run(cannot_connect_at_first, path, world_size=2)
+    assert own.message == told.message
+    assert "Too many open files" in own.message
     assert first_inside == ["PeerLeftError"]  # and not that it has waited in vain until its time was up
 
 
