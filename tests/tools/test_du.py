@@ -144,6 +144,20 @@ def test_one_that_is_deleted_meanwhile_does_not_hide_the_others(call, root, monk
     assert sorted(item["step"] for item in call("du", root, "--json").json["checkpoints"]) == [5, 1000]
 
 
+def test_one_that_is_deleted_meanwhile_and_was_alone_is_not_found(call, tmp_path, monkeypatch) -> None:
+    bcp.save(tmp_path / "alone", {"x": 1})
+    read = space.manifest_of
+
+    def read_none(found: FoundCheckpoint) -> Manifest:
+        bcp.delete(tmp_path / "alone")
+        return read(found)
+
+    monkeypatch.setattr(space, "manifest_of", read_none)
+    ended = call("du", tmp_path / "alone")
+    assert ended.code == 3
+    assert "there is nothing at" in ended.err
+
+
 @pytest.mark.parametrize("command", ["ls", "du"])
 def test_files_beside_one_another_are_read_without_a_listing_for_each(call, tmp_path, monkeypatch, command) -> None:
     for number in range(20):
