@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fractions
 import json
+import weakref
+from collections import UserDict
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.tools.analysis.checkpoint_list import list_checkpoints
 from bytecheckpoint.tools.listing import space
 
 
@@ -156,6 +159,30 @@ def test_one_that_is_deleted_meanwhile_and_was_alone_is_not_found(call, tmp_path
     ended = call("du", tmp_path / "alone")
     assert ended.code == 3
     assert "there is nothing at" in ended.err
+
+
+def test_the_listings_of_many_steps_are_not_kept(tmp_path, monkeypatch) -> None:
+    """A run of thousands of steps and ranks has millions of files."""
+    for step in range(200):
+        (tmp_path / f"step_{step:08d}" / "data").mkdir(parents=True)
+    live: weakref.WeakSet[Listing] = weakref.WeakSet()
+    most = 0
+
+    class Listing(UserDict[str, int | None]):
+        __hash__ = object.__hash__
+
+    def list_counted(store: LocalStore, name: str) -> Listing:
+        nonlocal most
+        listing = Listing(list_folder(store, name))
+        live.add(listing)
+        most = max(most, len(live))
+        return listing
+
+    list_folder = LocalStore.list
+    items = list_checkpoints(store := LocalStore(str(tmp_path), writer_threads=1)).checkpoints
+    monkeypatch.setattr(LocalStore, "list", list_counted)
+    assert len(space.spaces_of(store, items)) == 200
+    assert most < 100
 
 
 @pytest.mark.parametrize("command", ["ls", "du"])
