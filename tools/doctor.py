@@ -161,6 +161,7 @@ def _checkpoint_json(diagnosis: CheckpointDiagnosis) -> dict[str, Any]:
 def _examine(url: str, stage: str | None, options: Mapping[str, Any], *, seconds: float, max_bytes: int) -> Diagnosis:
     folder = f"{TEMPORARY_PREFIX}doctor-{secrets.token_hex(8)}"
     with _probing(url, folder, options) as store:
+        store.store.list("")  # raises where the root is a file, or cannot be looked at
         checks = list(check_guarantees(store))
         features = probe_filesystem(str(store)) if isinstance(store.store, LocalStore) else None
         latency = measure_latency(store)
@@ -190,7 +191,6 @@ def _probing(url: str, folder: str, options: Mapping[str, Any]) -> Iterator[Prob
     Raises the error of the block, else that of the removal.
     """
     store = ProbeStore(open_store(url, storage_options=options, writer_threads=1), folder)
-    store.store.list("")  # raises where the root is a file, or cannot be looked at
     with _no_new_folders(store.store):
         try:
             yield store
@@ -207,13 +207,20 @@ def _no_new_folders(store: Store) -> Iterator[None]:
     above it.
     """
     root = Path(str(store))
-    missing = [path for path in (root, *root.parents) if not path.exists()] if isinstance(store, LocalStore) else []
+    missing = [path for path in (root, *root.parents) if _is_missing(path)] if isinstance(store, LocalStore) else []
     try:
         yield
     finally:
         for path in missing:
             with suppress(OSError):  # it is in use by now
                 path.rmdir()
+
+
+def _is_missing(path: Path) -> bool:
+    try:
+        return not path.exists()
+    except OSError:  # it cannot be looked at: the storage tells why, with what is done there
+        return False
 
 
 def _measure_writes(

@@ -184,7 +184,7 @@ def _link(request: ConvertRequest, ranks: Ranks, about: Subject) -> Converted:
         if ranks.rank == COORDINATOR:
             find_existing(place, "bcp", overwrite=request.overwrite, beside=True)
             store, folder = (source.store, source.folder) if manifest.linked_to else (place.store, "")
-            check_reachable(store, folder, manifest, path=place.path)
+            check_reachable(store, folder, manifest, path=place.path, threads=_READER_THREADS)
             manifest = with_samples(store, folder, manifest, threads=_READER_THREADS)
             replaced = deletion.files_of_checkpoint(place.store, "") if request.overwrite else []
             stale = stale_after_link(place, replaced, source)

@@ -14,7 +14,7 @@ from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.loading.links import sample_ranges, take_sample
 from bytecheckpoint.loading.plain_trees import PlainData
 from bytecheckpoint.loading.select import Selection, SelectionRequest, select
-from bytecheckpoint.manifest import Manifest, TensorRecord, decode_manifest, encode_manifest, tensor_record
+from bytecheckpoint.manifest import DataFile, Manifest, TensorRecord, decode_manifest, encode_manifest, tensor_record
 from bytecheckpoint.name_maps.rewrite_manifest import refuse_zeros
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.saving.report import provenance_of
@@ -91,14 +91,21 @@ def write_link(store: Store, manifest: Manifest, *, overwrite: bool) -> int:
     return len(content)
 
 
-def check_reachable(store: Store, folder: str, manifest: Manifest, *, path: str) -> None:
-    """Checks that a link leads to all of its files, which are in this folder, and that these have their lengths.
+def check_reachable(store: Store, folder: str, manifest: Manifest, *, path: str, threads: int) -> None:
+    """Checks that a link leads to all of its files, which are in this folder, and that these have their lengths and can
+    be read, by a byte of each: an object store may list what it does not serve, and a link may replace a checkpoint.
 
-    Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError (truncated) or UnsafeCheckpointError
-    (path_escape).
+    Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError (truncated), UnsafeCheckpointError
+    (path_escape), or StorageError.
     """
+
+    def read_byte(file: DataFile) -> None:
+        byte = bytearray(min(1, file.byte_length))
+        store.read_into(join_name(folder, file.name), 0, memoryview(byte))
+
     try:
         layout.check_files(store, folder, manifest, range(len(manifest.files)))
+        run_jobs(read_byte, manifest.files, num_threads=threads)
     except UnsafeCheckpointError as error:
         raise UnsafeCheckpointError(
             f"{path} cannot be a link to these files: {error.message}. Write the link into the folder that really "

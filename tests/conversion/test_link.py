@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
+from bytecheckpoint.errors import StorageError
 from bytecheckpoint.manifest import DataFile, Manifest, Sample, decode_manifest, encode_manifest
+from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -31,7 +35,7 @@ def write_dcp(path: Path) -> None:
     dcp.save(STATE, checkpoint_id=path, no_dist=True)
 
 
-def write_own(path: Path) -> None:
+def write_own(path: Path | str) -> None:
     bcp.save(path, STATE)
 
 
@@ -137,6 +141,25 @@ def test_what_the_link_points_to_is_looked_at(call, tmp_path) -> None:
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(bcp.CheckpointNotFoundError, match="misses 1 of 1"):
         assert_loads(tmp_path / "link", FOLLOW)
+
+
+def test_files_that_are_listed_and_cannot_be_read_do_not_replace_a_checkpoint(call, tmp_path, monkeypatch) -> None:
+    """As objects of an archive: a bucket lists them, and serves them hours after they were asked for."""
+    url = f"memory://{uuid.uuid4().hex}"
+    write_own(url)
+    write_own(tmp_path / "link")
+
+    def refuse(store: FsspecStore, name: str, *arguments: Any, **options: Any) -> None:
+        if "data/" in name:
+            raise StorageError(f"{name} is in an archive", kind="permission")
+        read_into(store, name, *arguments, **options)
+
+    read_into = FsspecStore.read_into
+    monkeypatch.setattr(FsspecStore, "read_into", refuse)
+    ended = call("convert", url, tmp_path / "link", "--to", "bcp", "--link", "--overwrite")
+    assert ended.code == 4
+    assert "is in an archive" in ended.err
+    assert_loads(tmp_path / "link")
 
 
 def test_a_source_that_lacks_files_is_not_linked_to(call, tmp_path) -> None:

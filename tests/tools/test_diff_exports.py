@@ -161,6 +161,25 @@ def test_empty_dicts_that_an_export_lacks_are_named_as_not_compared(call, tmp_pa
         assert f"not compared: {name} (empty, " in ended.out
 
 
+def test_empty_containers_in_lists_that_an_export_lacks_are_named_as_not_compared(call, tmp_path) -> None:
+    lists = {
+        "only": [{}],
+        "first": [{}, 1],
+        "last": [1, {"a": {}}],
+        "deep": [[{}], [2, {}]],
+        "inner": [{"a": 1, "b": {}}, 3],
+        "tensor": [{}, torch.ones(2)],
+        "kept": [[], [1], ({}, 1)],
+    }
+    bcp.save(tmp_path / "run", {"run": lists, "name": "a"})
+    convert(call, tmp_path / "run", tmp_path / "dcp", "--to", "dcp")
+    ended = call("diff", tmp_path / "run", tmp_path / "dcp", "--to", "dcp")
+    assert ended.code == 0, ended.out
+    for name in ("only", "first.0", "last.1", "deep.0", "deep.1.1", "inner.0.b", "tensor.0"):
+        assert f"not compared: run.{name} (empty, " in ended.out
+    assert "kept" not in ended.out
+
+
 def test_values_that_hugging_face_has_no_place_for_do_not_keep_it_from_a_comparison(call, tmp_path) -> None:
     model = {"a": torch.ones(2), "b": torch.ones(3)}
     bcp.save(tmp_path / "run", {"model": model, "others": {"pair": [torch.ones(2), 1]}})

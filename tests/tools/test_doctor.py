@@ -91,6 +91,16 @@ def test_a_storage_that_refuses_is_an_error(call, tmp_path) -> None:
         assert call("doctor", tmp_path / "run", *QUICK).code == 4
 
 
+@pytest.mark.parametrize(("name", "why"), [("file/stage", "is a file"), ("x" * 300, "File name too long")])
+def test_a_stage_that_cannot_be_written_is_an_error_of_a_write(call, tmp_path, name, why) -> None:
+    (tmp_path / "file").write_text("x")
+    ended = call("doctor", tmp_path / "run", "--local-stage", tmp_path / name, *QUICK)
+    assert ended.code == 4
+    assert ended.err.startswith(f"error: cannot write {tmp_path / name}/")
+    assert why in ended.err
+    assert files_under(tmp_path) == ["file"]
+
+
 def test_the_error_of_a_write_is_not_hidden_by_one_of_the_removal(call, tmp_path) -> None:
     seam = Seam(local_store_module.LocalStore, "write"), Seam(local_store_module.LocalStore, "delete")
     with (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fractions
 import json
+import weakref
+from collections import UserDict
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.tools.analysis.checkpoint_list import list_checkpoints
 from bytecheckpoint.tools.listing import space
 
 
@@ -142,6 +145,44 @@ def test_one_that_is_deleted_meanwhile_does_not_hide_the_others(call, root, monk
 
     monkeypatch.setattr(space, "manifest_of", read_without_7)
     assert sorted(item["step"] for item in call("du", root, "--json").json["checkpoints"]) == [5, 1000]
+
+
+def test_one_that_is_deleted_meanwhile_and_was_alone_is_not_found(call, tmp_path, monkeypatch) -> None:
+    bcp.save(tmp_path / "alone", {"x": 1})
+    read = space.manifest_of
+
+    def read_none(found: FoundCheckpoint) -> Manifest:
+        bcp.delete(tmp_path / "alone")
+        return read(found)
+
+    monkeypatch.setattr(space, "manifest_of", read_none)
+    ended = call("du", tmp_path / "alone")
+    assert ended.code == 3
+    assert "there is nothing at" in ended.err
+
+
+def test_the_listings_of_many_steps_are_not_kept(tmp_path, monkeypatch) -> None:
+    """A run of thousands of steps and ranks has millions of files."""
+    for step in range(200):
+        (tmp_path / f"step_{step:08d}" / "data").mkdir(parents=True)
+    live: weakref.WeakSet[Listing] = weakref.WeakSet()
+    most = 0
+
+    class Listing(UserDict[str, int | None]):
+        __hash__ = object.__hash__
+
+    def list_counted(store: LocalStore, name: str) -> Listing:
+        nonlocal most
+        listing = Listing(list_folder(store, name))
+        live.add(listing)
+        most = max(most, len(live))
+        return listing
+
+    list_folder = LocalStore.list
+    items = list_checkpoints(store := LocalStore(str(tmp_path), writer_threads=1)).checkpoints
+    monkeypatch.setattr(LocalStore, "list", list_counted)
+    assert len(space.spaces_of(store, items)) == 200
+    assert most < 100
 
 
 @pytest.mark.parametrize("command", ["ls", "du"])

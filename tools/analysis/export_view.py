@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
 from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
 from bytecheckpoint.adapters.plain.plain_types import as_plain
@@ -19,7 +21,7 @@ from bytecheckpoint.loading.plain_trees import without_numpy
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import LeftOut, SelectionRequest
 from bytecheckpoint.manifest import Manifest
-from bytecheckpoint.manifest.plain_wire import join_fqn
+from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, with_separate_experts
 from bytecheckpoint.name_maps.load import CheckpointFolder
 from bytecheckpoint.name_maps.rewrite_manifest import relink
@@ -65,23 +67,35 @@ def export_of(opened: Opened, names: NameOptions, *, exclude: Sequence[str], bes
     return ExportView(opened._replace(manifest=manifest), left_out)
 
 
-def _without_empty(tree: dict[Any, Any], fqn: str, lost: list[str]) -> dict[Any, Any]:
-    """Returns a dict of plain data without the dicts in it that hold nothing but such dicts, as torch writes it; adds
-    their names to `lost`. Optimizers stay as they are: their own reader adds what was empty.
+def _without_empty(tree: Any, fqn: str, lost: list[str]) -> Any:
+    """Returns plain data without the dicts and lists in it that torch does not write, and adds their names to `lost`.
+    Optimizers stay as they are: their own reader adds what was empty.
     """
+    if not _is_taken_apart(tree):
+        return tree
     kept: dict[Any, Any] = {}
-    for key, item in tree.items():
+    for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
         name = join_fqn(fqn, key)
         if _is_empty(item):
             lost.append(name)
         else:
-            is_inner = isinstance(item, dict) and not is_optimizer_tree(item)
-            kept[key] = _without_empty(item, name, lost) if is_inner else item
-    return type(tree)(kept)
+            kept[key] = item if is_optimizer_tree(item) else _without_empty(item, name, lost)
+    if isinstance(tree, dict):
+        return type(tree)(kept)
+    # As the reader has it: without an item before others, positions are keys.
+    return [*kept.values()] if [*kept] == [*range(len(kept))] else kept
+
+
+def _is_taken_apart(tree: Any) -> bool:
+    """Returns True for a dict, and for a list with a dict or a tensor in it: torch writes their items one by one."""
+    if isinstance(tree, list):
+        return any(isinstance(item, TensorRef | torch.Tensor) or _is_taken_apart(item) for item in tree)
+    return isinstance(tree, dict)
 
 
 def _is_empty(tree: Any) -> bool:
-    return isinstance(tree, dict) and all(map(_is_empty, tree.values()))
+    """Returns True for what torch takes apart and finds nothing in."""
+    return _is_taken_apart(tree) and all(map(_is_empty, tree.values() if isinstance(tree, dict) else tree))
 
 
 def _as_written(to: str, fqn: str, tree: Any) -> bytes:

@@ -12,7 +12,7 @@ from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint
 from bytecheckpoint.storage.open_store import open_store
 
 from .. import exit_codes
-from ..analysis.checkpoint_list import ListedCheckpoint, list_checkpoints, read_sole
+from ..analysis.checkpoint_list import list_checkpoints, read_sole
 from ..arguments import AccessOptions, with_limit_option, with_output_options
 from ..completion.param_types import StoredPath
 from ..render.number_format import count_text, size_text
@@ -73,11 +73,10 @@ def du(*, path: str, limit: int, access: AccessOptions, as_json: bool) -> int:
     read, and folders listed. Exit code 1 if a checkpoint is damaged.
     """
     store = open_store(path, storage_options=access.storage_options, writer_threads=1)
-    listed: Sequence[ListedCheckpoint] = ()
+    spaces: list[CheckpointSpace] = []
     with suppress(CheckpointNotFoundError):  # a file may be a checkpoint too
-        listed = list_checkpoints(store).checkpoints
-    spaces = spaces_of(store, listed)
-    if not listed:
+        spaces = spaces_of(store, list_checkpoints(store).checkpoints)
+    if not spaces:
         found = find_checkpoint(path, "latest", Opening(access.storage_options))  # or raises with what is there instead
         spaces = [space_of(found, read_sole(found), found.store.list)]
     spaces.sort(key=lambda space: -space.stored_num_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from bytecheckpoint.errors import CheckpointNotFoundError, StorageError, UnsafeCheckpointError
 from bytecheckpoint.formats.detect import find_file, find_folder
@@ -21,6 +21,7 @@ from ..analysis.checkpoint_list import ListedCheckpoint
 from ..analysis.summary import ManifestSummary
 
 _LOOKS_IN_FLIGHT = 8
+_LISTINGS_KEPT = 64
 _FOLDERS = (layout.DATA_FOLDER, layout.TELEMETRY_FOLDER, METRICS_FOLDER, LEASES_FOLDER)
 """Folders of a checkpoint. They hold files only."""
 _ListFolder = Callable[[str], Mapping[str, int | None]]
@@ -70,7 +71,8 @@ def spaces_of(store: Store, listed: Sequence[ListedCheckpoint]) -> list[Checkpoi
     """Returns the space of each of the checkpoints that `list_checkpoints` has found in the store, without those that
     were deleted meanwhile. Raises StorageError for a store that cannot be listed.
     """
-    list_folder = cache(store.list)  # one folder may have thousands of files of another format
+    # One folder may have thousands of files of another format; all folders of a run may have millions of files.
+    list_folder = lru_cache(_LISTINGS_KEPT)(store.list)
 
     def space(item: ListedCheckpoint) -> CheckpointSpace | None:
         with suppress(CheckpointNotFoundError):
