@@ -276,7 +276,8 @@ class CheckpointView:
         """Returns the part of the plain data whose leaves are at or below this state FQN; None without such a part."""
         source = self._sources.get(fqn)
         if source is None:
-            below = ((at[len(fqn) :], self._sources[at]) for at in self._sorted_sources.below(fqn))
+            names = self._sorted_sources.below(fqn) if fqn else self._sources
+            below = ((at[len(fqn) :], self._sources[at]) for at in names)
             source = next((leaf.removesuffix(path) for path, leaf in below if leaf.endswith(path)), None)
         tree = None if source is None else self._tree_at(source)
         return None if source is None or tree is None else self._stored_tree(source, tree)

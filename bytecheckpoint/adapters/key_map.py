@@ -149,9 +149,7 @@ class SortedNames:
         return sorted(self._positions)
 
     def below(self, fqn: str) -> list[str]:
-        """Returns the names that begin with this FQN and a dot, all names for an empty FQN, as ordered when given."""
-        if not fqn:
-            return list(self._positions)
+        """Returns the names that begin with this FQN and a dot, as ordered when given."""
         # "/" follows "." in the order of characters.
         first, end = bisect_left(self._sorted, f"{fqn}."), bisect_left(self._sorted, f"{fqn}/")
         return sorted(self._sorted[first:end], key=self._positions.__getitem__)

@@ -141,7 +141,7 @@ class StatefulEntry:
             if not is_sharded(tensor) and is_there and not any(map(checkpoint.skips, (*own_parts, *saved_parts))):
                 del live[name]
                 for part in own_parts:
-                    del self._current[part]
+                    self._current.pop(part, None)  # gone already if it is below two of them
                 continue
             self._target.unchanged[name] = tensor
             problems += [problem for problem in refused.problems if enclosing(problem.fqn, {name})]

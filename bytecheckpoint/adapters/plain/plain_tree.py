@@ -111,24 +111,24 @@ def with_leaves(value: Any, fqn: str, new: Mapping[str, Any]) -> Any:
 def descend(tree: Any, path: str) -> Any:
     """Returns the item of a tree at these keys, joined by dots, or None. A key may be empty, or hold dots itself."""
     for end in (*(at for at, character in enumerate(path) if character == "."), len(path)):
-        item = _item(tree, path[:end])
-        found = item if item is None or end == len(path) else descend(item, path[end + 1 :])
-        if found is not None:
-            return found
+        for item in _items(tree, path[:end]):
+            found = item if end == len(path) else descend(item, path[end + 1 :])
+            if found is not None:
+                return found
     return None
 
 
-def _item(tree: Any, name: str) -> Any:
-    """Returns the item of a dict, list or tuple whose key or index has this text; None for other values, and if there
-    is none.
+def _items(tree: Any, name: str) -> list[Any]:
+    """Returns the items of a dict, list or tuple whose key or index has this text: two of a dict that has it as str and
+    as int. None of other values.
     """
     number = int(name) if len(name) <= _LONGEST_INT and name.removeprefix("-").isdecimal() else None
     if str(number) != name:
         number = None
     if isinstance(tree, dict):
-        return tree.get(name, tree.get(number))
+        return [tree[key] for key in ((name,) if number is None else (name, number)) if key in tree]
     is_index = type(tree) in (list, tuple) and number is not None and 0 <= number < len(tree)
-    return tree[number] if is_index else None
+    return [tree[number]] if is_index else []
 
 
 def has_attributes(value: object, *names: str) -> bool:

@@ -50,6 +50,15 @@ def test_a_loader_may_have_an_empty_name(tmp_path: Path) -> None:
     assert same_value((loader.streams, loader.shared), (streams, shared))
 
 
+def test_a_loader_with_an_empty_name_has_only_its_own_names(tmp_path: Path) -> None:
+    streams, other = {"a": state_of("a", with_buffer=True)}, torch.arange(BUFFER_LENGTH)
+    bcp.save(tmp_path, {"": data_state(StreamLoader(streams)), "other": other})
+    loader = StreamLoader()
+    bcp.load(tmp_path, {"": data_state(loader)}, exclude="other")
+    assert same_value(loader.streams, streams)
+    assert bcp.load(tmp_path, {"": data_state(StreamLoader())}).ignored == ["other"]
+
+
 def test_each_rank_gets_its_streams_and_all_are_dealt_out(tmp_path: Path) -> None:
     streams = {name: state_of(name, with_buffer=number % 2 == 0) for number, name in enumerate(stream_names(7))}
     bcp.save(tmp_path, {"data": data_state(BlockLoader(streams))})

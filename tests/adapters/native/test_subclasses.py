@@ -663,3 +663,21 @@ def test_an_object_finds_the_parts_of_each_subclass_without_a_look_at_all(
     monkeypatch.setattr(stateful, "enclosing", counted)
     few, more, many = map(num_looks, (5, 10, 15))
     assert many - more == more - few
+
+
+class Keyed(Holder):
+    """An object with a state of several tensors."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.tensor)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state
+
+
+def test_subclasses_that_do_not_fit_are_replaced_where_the_name_of_one_is_below_another(tmp_path: Path) -> None:
+    source, target = ({"w": int8(1, shape), "w.x": int8(2, shape)} for shape in ((6, 8), (12, 8)))
+    bcp.save(tmp_path, {"it": Keyed(source)})
+    holder = Keyed(target)
+    bcp.load(tmp_path, {"it": holder})
+    assert all(same(holder.given[name], tensor) for name, tensor in source.items())

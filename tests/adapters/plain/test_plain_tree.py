@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import bytecheckpoint as bcp
 from bytecheckpoint.adapters.plain.plain_tree import descend
 
 
@@ -23,3 +25,13 @@ def test_an_item_is_found_at_its_path_without_a_walk() -> None:
     assert found == {"a.b": 1, "a.": 2, "a.d.": 3, "a.c": 4, "5.0": 6, "5.1.1": 8, "-1": 9, "": 10, "07": 11}
     none = ("b", "a.b.c", "5.2", "5.-1", "5.00", "7", "-01", "1" * 30, "5.\u0661")
     assert {path: descend(tree, path) for path in none} == dict.fromkeys(none)
+
+
+def test_an_item_is_found_below_a_number_that_is_a_key_as_text_too(tmp_path: Path) -> None:
+    tree = {"0": {"a": 1}, 0: {"b": {"c": 2}}, 1: {"b": {}}, "1": {"a": {"c": 3}}}
+    assert descend(tree, "0.b") == {"c": 2}
+    assert descend(tree, "1.a") == {"c": 3}
+    bcp.save(tmp_path, {"it": tree})
+    loaded: dict[str, Any] = {"it": {"0": {"a": 0}, 0: {"b": {}}, 1: {"b": {}}, "1": {"a": {}}}}
+    bcp.load(tmp_path, loaded)
+    assert loaded["it"] == tree
