@@ -27,6 +27,7 @@ INT64 = range(-(1 << 63), 1 << 64)
 """The integers that msgpack holds."""
 _MAX_INT_BITS = 14_284
 """Longer integers may have more than 4,300 decimal digits, which Python neither writes nor reads."""
+_MAX_SHOWN = 60
 WRITTEN_AS_THEY_ARE = frozenset({type(None), bool, float, bytes})
 _ARRAY_KINDS, _TEXT_KINDS = "biufcSU", "SU"
 
@@ -151,7 +152,10 @@ def check_key(key: object, fqn: str) -> None:
     if type(key) is str and key.isascii():
         return
     if type(key) not in (str, int):
-        raise unsupported(fqn, f"a dict with a key of type {type(key).__name__}, {key!r}", "use str or int keys")
+        shown = repr(key)
+        what = f"a dict with a key of type {type(key).__name__}"
+        is_short = len(shown) <= _MAX_SHOWN and "\n" not in shown  # unlike that of a tensor
+        raise unsupported(fqn, f"{what}, {shown}" if is_short else what, "use str or int keys")
     if isinstance(key, int) and key not in INT64:
         raise unsupported(fqn, f"a dict with the key {key}, which takes more than 64 bits", "use str keys")
     checked_text(str(key), f"{fqn}, in its key {key!r},")

@@ -208,6 +208,12 @@ def test_a_key_that_no_text_can_hold_is_refused_where_tensors_are_alone(tmp_path
         bcp.save(tmp_path, {"model": {"\ud800": torch.zeros(2)}})
 
 
+def test_an_error_about_a_key_shows_no_values_of_a_tensor(tmp_path: Path) -> None:
+    with pytest.raises(bcp.CheckpointSaveError) as error:
+        bcp.save(tmp_path, {"a": {torch.ones(3, 3): 1}})
+    assert "a dict with a key of type Tensor, which is not supported" in error.value.message
+
+
 def test_a_key_that_starts_like_another_key(tmp_path: Path) -> None:
     state = {"a": {"c": 1}, "a.b": {"x": torch.ones(2), "y": 3}, "ab": {"c": 4}}
     target: dict[str, Any] = {"a": {"c": 0}, "a.b": {}, "ab": {}}

@@ -34,6 +34,10 @@ _NUM_SHOWN = 5
 
 _ON_DEVICE = ("capturable", "fused")
 """Hyperparameters with which torch's optimizers keep scalar state on the device of the parameter."""
+_OBJECT_ADVICE = (
+    "give the optimizer's class a state_dict() that has plain data and tensors in place of the object, and a "
+    "load_state_dict() that makes the object of them"
+)
 _COUNT_IN_NUMBERS = (torch.optim.SparseAdam, torch.optim.LBFGS)
 
 
@@ -121,6 +125,9 @@ def _copied(value: Any, fqn: str) -> Any:
             warnings.warn(text, stacklevel=2)
         return copied
     if type(value) not in (list, tuple):
+        if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):  # as the projectors of GaLore
+            name = f"{type(value).__module__}.{type(value).__qualname__}"
+            raise unsupported(fqn, f"an object of type {name}", _OBJECT_ADVICE)
         return value
     return type(value)(_copied(item, join_fqn(fqn, index)) for index, item in enumerate(value))
 

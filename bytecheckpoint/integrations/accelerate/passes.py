@@ -23,11 +23,13 @@ from accelerate.data_loader import (
     SeedableRandomSampler,
     SkipDataLoader,
 )
+from accelerate.state import PartialState
 from torch.utils.data import BatchSampler, RandomSampler
 
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.data.known_loaders import elastic_loader_of
 from bytecheckpoint.integrations.accelerate.loader_facts import (
+    batches_per_skip,
     core_of,
     generator_of,
     has_first_iterator,
@@ -175,7 +177,9 @@ def _iterated(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator
     resume = RESUMES.pop(core, None)
     restore = _begin_resumed(loader, resume) if resume is not None else None
     prepared = resume.prepared() if resume is not None else None
-    skipped = max(int(getattr(loader, "skip_batches", 0)), int(getattr(loader.batch_sampler, "skip_batches", 0)))
+    skipped_by_sampler = int(getattr(loader.batch_sampler, "skip_batches", 0))
+    num_ranks = PartialState().num_processes
+    skipped = max(int(getattr(loader, "skip_batches", 0)), skipped_by_sampler // batches_per_skip(loader, num_ranks))
     if resume is not None and resume.stream is not None and prepared is loader and is_stateful(loader):
         skipped = resume.shared["batches"]
     going_on = resume.order if resume is not None else None

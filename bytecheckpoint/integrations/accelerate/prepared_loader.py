@@ -14,7 +14,10 @@ from bytecheckpoint.data.known_loaders import elastic_loader_of
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.accelerate.loader_facts import (
     batches_now,
+    batches_per_skip,
+    batches_read,
     core_of,
+    counted_once,
     global_batch,
     has_first_iterator,
     holds_dataset,
@@ -52,6 +55,9 @@ class PreparedLoader:
         state = loader.state_dict() if is_stateful(loader) else None
         # Torchdata draws twice for a pass that has ended, so such a state is left out, but for that of a dataset.
         is_needed = in_pass or holds_dataset(state)
+        if self._pass is not None and in_pass and state is not None:
+            num_read = self._pass.num_taken * batches_read(loader, self._accelerator.num_processes)
+            state = counted_once(state, loader, num_read)
         return {"order": order, "loader": state if is_needed else None, "is_new": has_first_iterator(loader)}
 
     def shared_state(self) -> Mapping[str, Any]:
@@ -119,7 +125,7 @@ class PreparedLoader:
                 name,
                 num_batches,
                 shared["epoch"],
-                num_batches,
+                num_batches * batches_per_skip(loader, num_ranks),
             )
         if num_again and self._accelerator.is_main_process:
             text = "%s: %d samples come again: %d ranks had taken a number that %d ranks cannot share evenly"

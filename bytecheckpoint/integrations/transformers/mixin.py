@@ -342,6 +342,9 @@ class BcpTrainerMixin(Trainer):
         return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
 
     def _run_epoch(self, *, train_dataloader: Any, steps_trained_in_current_epoch: int, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:  # else the Trainer would take one more
+            self.control.should_training_stop = True
+            return
         if self._bcp_data is not None and self._bcp_is_in_place:
             self._bcp_is_in_place = False
             if hasattr(train_dataloader, "set_epoch"):

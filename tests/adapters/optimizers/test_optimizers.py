@@ -631,6 +631,49 @@ def test_state_under_keys_that_no_name_can_hold_is_refused(tmp_path: Path, key: 
     assert error.value.kind == "unsupported_value"
 
 
+class Projector:
+    """What low-rank optimizers such as GaLore keep for a parameter: an object that has tensors."""
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        self.matrix = matrix
+
+
+class Projecting(torch.optim.SGD):
+    """An optimizer with an object in its state."""
+
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"projector": Projector(torch.rand(2, 2))}
+
+
+class ProjectingAsAdvised(Projecting):
+    """The same, as the error advises it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return state | {"state": {key: {"projector": each["projector"].matrix} for key, each in state["state"].items()}}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for each in self.state.values():
+            each["projector"] = Projector(each["projector"])
+
+
+def test_the_advice_for_an_object_in_the_state_of_an_optimizer_makes_it_loadable(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = Projecting(model.parameters())
+    optimizer.step()
+    with pytest.raises(bcp.CheckpointSaveError, match=r"0\.weight\.projector .*give the optimizer's class a") as error:
+        bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    assert error.value.kind == "unsupported_value"
+    saved, target = ProjectingAsAdvised(model.parameters()), ProjectingAsAdvised(model.parameters())
+    saved.step()
+    bcp.save(tmp_path, {"model": model, "optimizer": saved})
+    bcp.load(tmp_path, {"model": model, "optimizer": target})
+    for parameter in model.parameters():
+        assert torch.equal(target.state[parameter]["projector"].matrix, saved.state[parameter]["projector"].matrix)
+
+
 @pytest.mark.parametrize("value", [float("nan"), np.ones(3), np.float32(0.5), torch.tensor(float("nan"))], ids=str)
 def test_hyperparameters_that_are_the_same_are_no_conflict(tmp_path: Path, value: Any) -> None:
     model, other = mlp(0), mlp(1)

@@ -40,6 +40,16 @@ def test_a_killed_run_of_ddp_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert resumed == [lines[5:] for lines in whole]
 
 
+def test_the_advised_skip_is_right_where_rank_0_reads_for_all_ranks(tmp_path: Path) -> None:
+    given = ["--out", tmp_path, "--dispatch"]
+    whole = lines_of(run_ranks(PROGRAM, [*given, "--save-at", 6], world_size=2))
+    for step, num_to_skip in ((6, 4), (7, 6)):  # the second was saved by the first that went on
+        then = ["--resume", "--skip", num_to_skip, "--save-at", step + 1]
+        ranks = run_ranks(PROGRAM, [*given, *then], world_size=2)
+        assert f"skip_first_batches(loader, {num_to_skip})" in ranks[0].errors
+        assert lines_of(ranks) == [lines[step:] for lines in whole]
+
+
 def test_a_killed_run_of_fsdp2_goes_on_bit_for_bit_and_on_one_rank(tmp_path: Path) -> None:
     given = ["--out", tmp_path, "--stateful", "--seedable", "--split", "--batch", 4, "--fsdp"]
     whole = lines_of(run_ranks(PROGRAM, given, world_size=2))

@@ -261,6 +261,17 @@ def test_a_preempted_run_saves_ends_and_goes_on(tmp_path: Path, uninterrupted: A
     assert is_same_run(resumed, uninterrupted)
 
 
+def test_a_run_that_was_stopped_after_its_last_step_takes_no_step_more(tmp_path: Path, uninterrupted: Any) -> None:
+    first = trainer(tmp_path, at_step={10: terminate})
+    first.train()
+    assert (first.bcp_stop_reason, first.state.global_step) == ("SIGTERM", 10)
+    resumed = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 10
+    assert is_same_run(resumed, uninterrupted)
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
 def test_a_stop_does_not_delete_its_own_checkpoint_in_favour_of_the_best(tmp_path: Path) -> None:
     run = trainer(tmp_path, kind=Scored, save_total_limit=1, at_step={7: terminate}, **BEST)
     run.train()
