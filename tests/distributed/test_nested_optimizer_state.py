@@ -81,3 +81,18 @@ def load_beside_whole(rank: int, world_size: int, path: str) -> bool:
 def test_nested_state_that_the_optimizer_has_whole_stays_whole(workers: WorkerPool, tmp_path: Path) -> None:
     workers.run(save_nested, str(tmp_path), world_size=2)
     assert workers.run(load_beside_whole, str(tmp_path), world_size=2) == [True, True]
+
+
+def load_into_meta(rank: int, world_size: int, path: str) -> bool:
+    optimizer = optimizer_of(world_size, None)
+    (weight,) = optimizer.param_groups[0]["params"]
+    on_meta = nn.Parameter(DTensor(weight._local_tensor.to("meta"), weight._spec, requires_grad=True))
+    target = torch.optim.SGD([("weight", on_meta)])
+    bcp.load(path, {"optimizer": target})
+    found = target.state[on_meta]["graft"]["moment"]
+    return is_alike(found, state_of(world_size, 1)["graft"]["moment"])
+
+
+def test_nested_state_of_a_parameter_on_the_meta_device_gets_memory(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(save_nested, str(tmp_path), world_size=2)
+    assert workers.run(load_into_meta, str(tmp_path), world_size=2) == [True, True]

@@ -12,6 +12,7 @@ import torch
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, placeholder
 from bytecheckpoint.adapters.expectation import Problem, not_stored, rank_missing
+from bytecheckpoint.adapters.native.module_walk import target_device
 from bytecheckpoint.adapters.native.subclass_flatten import (
     dtensor_like,
     enclosing,
@@ -251,14 +252,14 @@ class SubclassState:
 
     def new_part(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
         """Returns memory for a tensor inside a parameter's state, on this device. If it is None, a part of a subclass
-        gets memory on the parameter's device, and so does a tensor that is cut as the parameter is; any other tensor on
-        the CPU.
+        gets memory where the parameter has it or is to get it, and so does a tensor that is cut as the parameter is;
+        any other tensor gets it on the CPU.
         """
         if self._is_spread(key) or self._is_cut(key, stored):
-            spread = self._spread(key, stored, device or self._parameter.device)
+            spread = self._spread(key, stored, device or target_device(self._parameter))
             if spread is not None:
                 return spread
-        home = self._parameter.device if self._enclosing(key) else torch.device("cpu")
+        home = target_device(self._parameter) if self._enclosing(key) else torch.device("cpu")
         return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device=device or home)
 
     def _enclosing(self, key: str) -> list[Any]:
