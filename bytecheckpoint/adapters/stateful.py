@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from bytecheckpoint.adapters.checkpoint_view import PER_RANK_NAME, CheckpointView, StoredTree
+from bytecheckpoint.adapters.data.stateful_loaders import count_once
 from bytecheckpoint.adapters.data.stream_wire import ONLY_FOR_LOADERS, is_stream_tree
 from bytecheckpoint.adapters.expectation import (
     EntryContents,
@@ -166,10 +167,13 @@ def give_state(value: Stateful, state: Any) -> None:
     Such a Loader keeps the iterator that its state_dict() has made, and its next iter() would return that one, at the
     start, whatever state was loaded in between.
     """
-    for each in (value, *_attributes_of(value).values()):
+    loaders = [value, *_attributes_of(value).values()]
+    for each in loaders:
         if _attributes_of(each).get("_iter_for_state_dict") is True:
             iter(each)
     value.load_state_dict(state)
+    for each in loaders:
+        count_once(each)
 
 
 def _needs_own_state(found: StoredTree, checkpoint: CheckpointView) -> bool:
