@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from bytecheckpoint.adapters.checkpoint_view import PER_RANK_NAME, CheckpointView, StoredTree
+from bytecheckpoint.adapters.data.stateful_loaders import count_once
 from bytecheckpoint.adapters.data.stream_wire import ONLY_FOR_LOADERS, is_stream_tree
 from bytecheckpoint.adapters.expectation import (
     EntryContents,
@@ -78,10 +79,12 @@ class StatefulEntry:
         return contents_of(self._value.state_dict(), self.fqn, "either" if may_differ else "whole")
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
+        found = checkpoint.object_tree(self.fqn)
+        if found is not None and _is_unread_loader(self._value) and _needs_own_state(found, checkpoint):
+            self._shown, self._current = self._value.state_dict(), {}
         shown = self._show()
         if not self._current:
             self._current, self._target.live = leaves(shown, self.fqn), subclasses_in(shown, self.fqn)
-        found = checkpoint.object_tree(self.fqn)
         self._found = None
         if found is not None and not found.fqn:  # all of a checkpoint, which may be the state of this object
             shown_names = self._current.keys() - {self.fqn}  # an empty state is one leaf, under the object's own name
@@ -165,10 +168,20 @@ def give_state(value: Stateful, state: Any) -> None:
     Such a Loader keeps the iterator that its state_dict() has made, and its next iter() would return that one, at the
     start, whatever state was loaded in between.
     """
-    for each in (value, *_attributes_of(value).values()):
+    loaders = [value, *_attributes_of(value).values()]
+    for each in loaders:
         if _attributes_of(each).get("_iter_for_state_dict") is True:
             iter(each)
     value.load_state_dict(state)
+    for each in loaders:
+        count_once(each)
+
+
+def _needs_own_state(found: StoredTree, checkpoint: CheckpointView) -> bool:
+    """Returns True if the load compares names with the object's own state, or leaves a part of that as it is."""
+    is_whole_checkpoint = not found.fqn
+    is_all_taken = checkpoint.takes_all or all(map(checkpoint.takes, leaves(found.tree, found.fqn)))
+    return is_whole_checkpoint or not is_all_taken
 
 
 def _is_unread_loader(value: object) -> bool:

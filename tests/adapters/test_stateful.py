@@ -345,6 +345,13 @@ class EarlyLoader:
         self._next = state_dict
 
 
+class PagedLoader(EarlyLoader):
+    """The same with one more number in its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "page": self._at}
+
+
 class LoaderHolder:
     """An object whose state is that of its loader."""
 
@@ -368,6 +375,14 @@ def test_a_load_begins_no_pass_of_a_loader(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"loader": source})
     bcp.load(tmp_path, {"loader": target})
     assert target._it is None
+
+
+def test_what_is_excluded_of_the_state_of_an_unread_loader_stays(tmp_path: Path) -> None:
+    source, target = PagedLoader(), PagedLoader()
+    next(iter(source))
+    bcp.save(tmp_path, {"loader": source})
+    bcp.load(tmp_path, {"loader": target}, exclude="loader.page")
+    assert target._next == {"at": 1, "page": 0}
 
 
 @pytest.mark.parametrize("is_asked", [False, True])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
@@ -81,3 +81,40 @@ def load_beside_whole(rank: int, world_size: int, path: str) -> bool:
 def test_nested_state_that_the_optimizer_has_whole_stays_whole(workers: WorkerPool, tmp_path: Path) -> None:
     workers.run(save_nested, str(tmp_path), world_size=2)
     assert workers.run(load_beside_whole, str(tmp_path), world_size=2) == [True, True]
+
+
+def load_into_meta(rank: int, world_size: int, path: str) -> bool:
+    optimizer = optimizer_of(world_size, None)
+    (weight,) = optimizer.param_groups[0]["params"]
+    on_meta = nn.Parameter(DTensor(weight._local_tensor.to("meta"), weight._spec, requires_grad=True))
+    target = torch.optim.SGD([("weight", on_meta)])
+    bcp.load(path, {"optimizer": target})
+    found = target.state[on_meta]["graft"]["moment"]
+    return is_alike(found, state_of(world_size, 1)["graft"]["moment"])
+
+
+def test_nested_state_of_a_parameter_on_the_meta_device_gets_memory(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(save_nested, str(tmp_path), world_size=2)
+    assert workers.run(load_into_meta, str(tmp_path), world_size=2) == [True, True]
+
+
+def cut_otherwise(rank: int, world_size: int, value: float) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    moment, factor = torch.arange(20.0).view(SHAPE) + value, torch.arange(3.0) + value
+    replicated = DTensor.from_local(moment, mesh, [Replicate()], run_check=False)
+    return {"graft": {"moment": replicated, "factor": distribute_tensor(factor, mesh, [Shard(0)], src_data_rank=None)}}
+
+
+def resume_cut_otherwise(rank: int, world_size: int, path: str) -> list[bool]:
+    optimizer = optimizer_of(world_size, None)
+    (weight,) = optimizer.param_groups[0]["params"]
+    optimizer.state[weight] = cut_otherwise(rank, world_size, 1)
+    bcp.save(path, {"optimizer": optimizer}, options=OPTIONS)
+    optimizer.state[weight] = cut_otherwise(rank, world_size, 7)
+    bcp.load(path, {"optimizer": optimizer})
+    found, expected = optimizer.state[weight]["graft"], cut_otherwise(rank, world_size, 1)["graft"]
+    return [is_alike(found[key], expected[key]) for key in expected]
+
+
+def test_nested_state_that_the_optimizer_has_cut_otherwise_stays_cut_so(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(resume_cut_otherwise, str(tmp_path), world_size=2) == [[True, True]] * 2

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import bytecheckpoint as bcp
 from bytecheckpoint.data import Packer, ShuffleBuffer, Streams
@@ -269,3 +269,28 @@ def test_lightning_is_counted_at_the_step(num_workers: int) -> None:
     lightning.Trainer(max_epochs=2, enable_model_summary=False, **quiet).fit(net, loader)
     assert len(net.counts) >= 2 * 10
     assert [taken for taken, _ in net.counts] == [trained for _, trained in net.counts]
+
+
+class Numbers(IterableDataset[int]):
+    """An iterable dataset without a state: torchdata's loader reads it again to go on."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_an_iterable_dataset_in_a_loader_of_torchdata_goes_on_after_each_resume(
+    tmp_path: Path, num_workers: int
+) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    seen: list[list[int]] = []
+    for run in range(4):
+        loader = stateful.StatefulDataLoader(Numbers(), 2, num_workers=num_workers, collate_fn=list)
+        state = bcp.DataLoaderState(loader, rank=0, size=1, elastic="same")
+        if run:
+            bcp.load(tmp_path / str(run - 1), {"data": state})
+        batches = iter(loader)
+        seen += [next(batches) for _ in range(2)]
+        bcp.save(tmp_path / str(run), {"data": state})
+    uninterrupted = stateful.StatefulDataLoader(Numbers(), 2, num_workers=num_workers, collate_fn=list)
+    assert seen == list(itertools.islice(uninterrupted, 8))

@@ -12,6 +12,7 @@ import torch
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, placeholder
 from bytecheckpoint.adapters.expectation import Problem, not_stored, rank_missing
+from bytecheckpoint.adapters.native.module_walk import target_device
 from bytecheckpoint.adapters.native.subclass_flatten import (
     dtensor_like,
     enclosing,
@@ -24,7 +25,7 @@ from bytecheckpoint.adapters.native.subclass_flatten import (
     why_not_built,
 )
 from bytecheckpoint.adapters.native.subclass_metadata import FACTS, are_facts, difference
-from bytecheckpoint.adapters.plain.plain_tree import leaves
+from bytecheckpoint.adapters.plain.plain_tree import descend, leaves
 from bytecheckpoint.adapters.shards import dtype_name, has_all_memory, shares_elements, torch_dtype
 from bytecheckpoint.adapters.torch_types import DTensor
 from bytecheckpoint.manifest.plain_wire import TensorRef
@@ -251,14 +252,18 @@ class SubclassState:
 
     def new_part(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
         """Returns memory for a tensor inside a parameter's state, on this device. If it is None, a part of a subclass
-        gets memory on the parameter's device, and so does a tensor that is cut as the parameter is; any other tensor on
-        the CPU.
+        gets memory where the parameter has it or is to get it, and a tensor that is cut as another one where that one
+        has it; any other tensor gets it on the CPU.
         """
-        if self._is_spread(key) or self._is_cut(key, stored):
-            spread = self._spread(key, stored, device or self._parameter.device)
-            if spread is not None:
-                return spread
-        home = self._parameter.device if self._enclosing(key) else torch.device("cpu")
+        spread = None
+        if self._is_spread(key):
+            spread = self._spread(key, stored, device or target_device(self._parameter))
+        elif (like := self._cut_like(key, stored)) is not None:
+            dtype = torch_dtype(stored.dtype)
+            spread = dtensor_like(like, stored.shape, dtype, device or target_device(like))
+        if spread is not None:
+            return spread
+        home = target_device(self._parameter) if self._enclosing(key) else torch.device("cpu")
         return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device=device or home)
 
     def _enclosing(self, key: str) -> list[Any]:
@@ -272,15 +277,16 @@ class SubclassState:
         is_like = bool(outer) and outer[0][0]["shape"] == list(self._parameter.shape)
         return is_like and isinstance(self._parameter, DTensor)
 
-    def _is_cut(self, key: str, stored: StoredTensor) -> bool:
-        """Returns True for a tensor in a dict or a list that has the shape of a parameter that is a DTensor, unless the
-        optimizer has a whole one there.
+    def _cut_like(self, key: str, stored: StoredTensor) -> DTensor | None:
+        """Returns the DTensor of the same shape as which a tensor in a dict or a list is cut: the optimizer's own one
+        there, else the parameter. None where the optimizer has a whole tensor, and where neither has that shape.
         """
-        parameter, top = self._parameter, key.partition(".")[0]
-        if not isinstance(parameter, DTensor) or stored.shape != tuple(parameter.shape) or self._enclosing(key):
-            return False
-        own = leaves(self._live[top], top).get(key) if top in self._live else None
-        return not isinstance(own, torch.Tensor) or isinstance(own, DTensor)
+        if self._enclosing(key):
+            return None
+        own = descend(self._live, key)
+        is_own = isinstance(own, torch.Tensor) and (not isinstance(own, DTensor) or tuple(own.shape) == stored.shape)
+        like = own if is_own else self._parameter
+        return like if isinstance(like, DTensor) and tuple(like.shape) == stored.shape else None
 
     def _spread(self, key: str, stored: StoredTensor, device: torch.device) -> DTensor | None:
         parameter = self._parameter

@@ -1,0 +1,49 @@
+"""torchdata's StatefulDataLoader after a load: its count of batches where it has to read an iterable dataset again."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+_MAKE = "_get_iterator"
+
+
+def count_once(loader: Any) -> None:
+    """Lets a StatefulDataLoader that was given a state count its batches once in the pass that begins there. Does
+    nothing for any other object.
+
+    To go on with an iterable dataset that has no state, such a loader reads the batches that were given out again when
+    it begins, and counts them a second time: the state after that would leave out as many.
+    """
+    attributes = getattr(loader, "__dict__", {})
+    has_state = attributes.get("next_iter_state") is not None and hasattr(loader, _MAKE)
+    if has_state and isinstance(getattr(loader, "dataset", None), IterableDataset):
+        setattr(loader, _MAKE, partial(_make_iterator, loader))
+
+
+def _make_iterator(loader: Any) -> Any:
+    """Makes the iterator, with the class's own method from then on, and takes from its counts what it read again."""
+    vars(loader).pop(_MAKE, None)
+    state = loader.next_iter_state
+    iterator = getattr(loader, _MAKE)()
+    num_taken = _num_taken(state)
+    num_again = 0 if num_taken is None else getattr(iterator, "_num_yielded", 0) - num_taken
+    snapshot = getattr(iterator, "_snapshot", None)  # of a loader with workers
+    if num_again <= 0 or (snapshot is not None and num_again % (iterator._snapshot_interval or 1)):
+        return iterator
+    iterator._num_yielded -= num_again
+    if snapshot is not None:
+        snapshot["_snapshot_step"] -= num_again
+    return iterator
+
+
+def _num_taken(state: Any) -> int | None:
+    """Returns how many batches of the pass were given out before the state; None if it does not tell."""
+    if not isinstance(state, dict):
+        return None
+    if "_snapshot" not in state:
+        return state.get("_num_yielded")
+    num_taken: int = state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"]
+    return num_taken
