@@ -198,7 +198,9 @@ class TensorTable(Mapping[str, TensorRecord]):
         )
 
     def _checked_slice(self, fqn: str) -> Columns:
-        """Returns the columns of one tensor, once its own chunks are checked."""
+        """Returns the columns of one tensor. Before the first time it checks its chunks: raises CheckpointCorruptError
+        (bad_manifest) for one that lies outside its file or shares bytes with another of this tensor.
+        """
         index = self._indices[fqn]
         columns = self._slice(index, index + 1)
         if index not in self._checked:
