@@ -27,7 +27,7 @@ from bytecheckpoint.adapters.plain.plain_tree import descend
 from bytecheckpoint.adapters.shards import NEW_TUPLE, torch_dtype
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest import Manifest
-from bytecheckpoint.manifest.plain_wire import TensorRef
+from bytecheckpoint.manifest.plain_wire import TensorRef, is_at_or_below
 
 T = TypeVar("T")
 
@@ -388,12 +388,6 @@ class CheckpointView:
     @cached_property
     def _saved_leaves(self) -> dict[str, Any]:
         return dict(chain.from_iterable(stored_leaves(tree, fqn).items() for fqn, tree in self.trees.items()))
-
-
-def is_at_or_below(fqn: str, roots: set[str]) -> bool:
-    """Returns True if an FQN is one of the roots or starts with one of them and a dot."""
-    parts = fqn.split(".")
-    return any(".".join(parts[:count]) in roots for count in range(1, len(parts) + 1))
 
 
 def placeholder(stored: StoredTensor) -> torch.Tensor:

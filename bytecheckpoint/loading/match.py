@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, is_at_or_below
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor
 from bytecheckpoint.adapters.collect import Entry
 from bytecheckpoint.adapters.expectation import Problem, not_stored
 from bytecheckpoint.adapters.shards import LocalShard, has_all_memory, shares_elements, torch_dtype
 from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
+from bytecheckpoint.manifest.plain_wire import is_at_or_below
 from bytecheckpoint.memory.overlap import find_shared
 from bytecheckpoint.memory.proc_maps import are_read_only
 

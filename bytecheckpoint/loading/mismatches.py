@@ -14,13 +14,14 @@ import msgspec
 import numpy as np
 import xxhash
 
-from bytecheckpoint.adapters.checkpoint_view import CheckpointView, is_at_or_below
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.key_map import UnusedRule
 from bytecheckpoint.adapters.plain.manifest_trees import stored_leaves
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.loading.match import Match
+from bytecheckpoint.manifest.plain_wire import is_at_or_below
 
 _NUM_SHOWN = 10
 _NUM_MATCHED = 200

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from bytecheckpoint.adapters.checkpoint_view import CheckpointView, is_at_or_below
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.collect import Entry, entries_of, plain_names_of
 from bytecheckpoint.adapters.data.loader_entry import DataLoaderEntry
 from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry
@@ -26,6 +26,7 @@ from bytecheckpoint.loading.match import Match, match_state
 from bytecheckpoint.loading.mismatches import MergedFindings, merge_findings
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.manifest.plain_wire import is_at_or_below
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.name_maps.fused_experts import has_separate_experts, with_fused_experts
 

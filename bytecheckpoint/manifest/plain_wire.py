@@ -65,6 +65,12 @@ def join_fqn(fqn: str, key: object) -> str:
     return f"{fqn}.{key}" if fqn else str(key)
 
 
+def is_at_or_below(fqn: str, roots: set[str]) -> bool:
+    """Returns True if an FQN is one of the roots or starts with one of them and a dot."""
+    parts = fqn.split(".")
+    return any(".".join(parts[:count]) in roots for count in range(1, len(parts) + 1))
+
+
 def ext(code: int, content: Any) -> Ext:
     return Ext(code, encode(content))
 

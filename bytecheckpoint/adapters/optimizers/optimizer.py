@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import CheckpointView, is_at_or_below, placeholder
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, placeholder
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Problem, not_stored
 from bytecheckpoint.adapters.frameworks.flat_optimizer_state import FlatParamState, differing_error
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
@@ -53,7 +53,7 @@ from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.adapters.shard_columns import ShardBlocks, WholeTensors
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
+from bytecheckpoint.manifest.plain_wire import is_at_or_below, join_fqn, unsupported
 
 
 class _Refused(NamedTuple):
