@@ -92,9 +92,9 @@ class Source:
             yield
 
     def begin_reading(self, fetches: Sequence[Fetch]) -> None:
-        """Tells the meter, if there is one, how many bytes this rank is going to read."""
+        """Tells the meter, if there is one, how many more bytes this rank is going to read."""
         if self.meter is not None:
-            self.meter.begin("read", sum(fetch.byte_length for fetch in fetches))
+            self.meter.expect("read", sum(fetch.byte_length for fetch in fetches))
 
     @property
     def _scratch_bytes(self) -> int:

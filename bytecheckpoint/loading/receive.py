@@ -126,6 +126,8 @@ def read_common(
         fetches[number]._replace(target=partial(given, parts[number]), wanted_by=lambda *_: "what all ranks want")
         for number in own
     ]
+    if reads:
+        source.begin_reading(reads)
     source.run(reads, lanes)
     if {*readers} != {COORDINATOR}:
         _gather_common(parts, readers, ranks)

@@ -87,6 +87,15 @@ class ProgressMeter:
             logger.debug("%s of %s on rank %d: %s took %.3f s, then %s (%d bytes)", *about)
         self._report(is_due=True)
 
+    def expect(self, phase: str, num_bytes: int) -> None:
+        """Begins a phase of so many bytes or, if it is under way, adds them to its bytes."""
+        with self._state:
+            is_under_way = self._now.phase == phase
+            if is_under_way:
+                self._now = replace(self._now, bytes_total=self._now.bytes_total + num_bytes)
+        if not is_under_way:
+            self.begin(phase, num_bytes)
+
     @contextmanager
     def reports_failure(self) -> Iterator[None]:
         """Surrounds a part of the save or load, and reports `failed` if that fails."""

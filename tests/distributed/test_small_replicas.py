@@ -18,6 +18,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.loading import exchange as exchange_module
 from bytecheckpoint.loading import receive
 from bytecheckpoint.planner import deduplicate, read_division, save_plan
+from bytecheckpoint.runtime import progress
 from distributed.workers import WorkerPool
 
 WIDTH, NUM_LAYERS = 48, 12
@@ -179,6 +180,32 @@ def test_what_many_ranks_want_is_read_once_and_nobody_connects(
         assert read <= bcp.open(path).info.num_bytes
         assert [num_received > 0 for *_, num_received in results] == [False] + [True] * (world_size - 1)
         assert codec != "none" or {num_received for *_, num_received in results[1:]} == {STEP_BYTES}
+
+
+def progress_in_common(rank: int, world_size: int, path: str) -> tuple[int, set[str], int]:
+    """Bytes that were read, the phases in which bytes were counted, and the most bytes that were to be read. Asserts
+    that no more are counted than are to be read.
+    """
+    seen: list[bcp.Progress] = []
+    model, optimizer = trained(world_size, num_replicas=1, seed=2)
+    options = bcp.LoadOptions(exchange="on", timeout_s=60, on_progress=seen.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read_division, "FEW_RANKS", 2)
+        patch.setattr(progress, "_REPORT_S", 0.0)
+        report = bcp.load(path, {"model": model, "optimizer": optimizer}, options=options)
+    assert all(each.bytes_done <= each.bytes_total for each in seen)
+    assert max(each.bytes_done for each in seen) == report.num_bytes_read
+    counted = {each.phase for each in seen if each.bytes_done}
+    return report.num_bytes_read, counted, max(each.bytes_total for each in seen)
+
+
+def test_progress_counts_what_is_read_for_all_ranks_in_the_phase_of_reading(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    path = save_with(workers, tmp_path / "ckpt", world_size=4)
+    results = workers.run(progress_in_common, path, world_size=4)
+    for num_read, counted, num_expected in results:
+        assert (counted, num_expected) == ({"read"}, num_read)
 
 
 def test_what_is_damaged_on_the_way_to_a_rank_is_noticed_there(workers: WorkerPool, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,7 @@ def test_a_name_that_is_not_there_is_compared_with_few_and_by_get_with_none(
     bcp.save(tmp_path, {"model": {f"layer{number:02}": torch.ones(1) for number in range(20)}})
     opened, compared = bcp.open(tmp_path), []
 
-    def noting(name: str, others: list[str], *limits: Any) -> list[str]:
+    def noting(name: str, others: Iterable[str], *limits: Any) -> list[str]:
         compared.append(others)
         return get_close_matches(name, others, *limits)
 
@@ -178,7 +179,9 @@ def test_a_name_that_is_not_there_is_compared_with_few_and_by_get_with_none(
     assert opened.get("model.layer10").shape == (1,)
     with pytest.raises(KeyError, match=r"'model\.layer10'"):
         opened["model.layer100"]
-    assert compared == [[f"model.layer{number}" for number in ("09", "10", "11", "12")]]
+    assert [{*others} for others in compared] == [{f"model.layer{number}" for number in ("10", "11", "00")}]
+    with pytest.raises(KeyError, match=r"'model\.layer03'"):
+        opened["ddp.model.layer03"]
 
 
 def test_values_of_single_ranks(tmp_path: Path) -> None:
