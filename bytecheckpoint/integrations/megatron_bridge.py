@@ -4,6 +4,7 @@ and the choice of a checkpoint are those of Megatron-LM, whose fields the config
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -158,7 +159,7 @@ class BcpBridgeManager:
         return self._folders[folder.root]
 
     def _folder(self, root: str) -> TrackedFolder:
-        return TrackedFolder(root, TRACKER, self.bcp_storage_options, self.bcp_options.timeout_s)
+        return TrackedFolder(os.fspath(root), TRACKER, self.bcp_storage_options, self.bcp_options.timeout_s)
 
 
 def _random_numbers(ctx: Any) -> RngState:

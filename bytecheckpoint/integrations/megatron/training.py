@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -114,7 +115,7 @@ def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
     args, options = get_args(), given_or_default(options, SaveOptions)
     _refuse_unsupported(args, others, kind=args.non_persistent_ckpt_type if non_persistent_ckpt else None)
     root = non_persistent_root(args, args.save) if non_persistent_ckpt else args.save
-    folder = TrackedFolder(root, TRACKER, storage_options, options.timeout_s)
+    folder = TrackedFolder(os.fspath(root), TRACKER, storage_options, options.timeout_s)
     ft_integration.on_checkpointing_start()
     rerun = rerun_state_machine.get_rerun_state_machine().state_dict(
         data_iterator=train_data_iterator, ckpt_format="torch_dist"

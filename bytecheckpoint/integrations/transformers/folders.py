@@ -173,4 +173,4 @@ def _remove_beside(path: str) -> None:
     with suppress(FileNotFoundError):  # the store removes the folder with the last object
         for each in list(Path(path).iterdir()):
             if each.name in {TRAINER_STATE, CONFIG} or (is_temporary(each.name) and not each.is_dir()):
-                each.unlink()
+                each.unlink(missing_ok=True)

@@ -114,7 +114,7 @@ class BcpFSDPCheckpointManager(RoleManager, FSDPCheckpointManager):
         which a save and a load take them.
         """
         left_out = {} if state.get("model") is self.model else {"model": self.model}
-        return parameters_named(left_out, [self.optimizer] if "optimizer" in state else [])
+        return parameters_named(left_out, [self.optimizer] if state.get("optimizer") is not None else [])
 
     @contextmanager
     def _saving_nothing(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ def run_bridge(rank: int, world_size: int, folder: str) -> list[str]:
 
         from bytecheckpoint.integrations.megatron_bridge import BcpBridgeManager
 
-        manager = BcpBridgeManager(config_of(folder))
+        manager = BcpBridgeManager(config_of(folder, save=Path(folder)))
         called = len(checkpointing.CALLED)
         assert manager.load(context_of(built, Counting(), TrainState())) == (
             0,

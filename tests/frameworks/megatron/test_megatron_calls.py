@@ -102,7 +102,7 @@ def load_by_arguments(rank: int, world_size: int, folder: str) -> list[str]:
         drawn = random.random()
         metadata = bcp.open(f"{folder}/iter_0000100").metadata["megatron"]
         assert (metadata["iteration"], metadata["args"]["params_dtype"]) == (100, "torch.bfloat16")
-        args.consumed_train_samples = 808
+        args.consumed_train_samples, args.save = 808, Path(folder)
         save(101, built.chunks, None, None, 6e3)
 
     with training(folder, ckpt_step=100, consumed_train_samples=0) as (args, built, _, load):

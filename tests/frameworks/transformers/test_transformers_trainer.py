@@ -18,6 +18,7 @@ import bytecheckpoint as bcp
 transformers = pytest.importorskip("transformers")
 
 from bytecheckpoint.integrations.transformers import BcpTrainerMixin, last_checkpoint  # noqa: E402
+from bytecheckpoint.integrations.transformers import folders as folders_module  # noqa: E402
 from bytecheckpoint.integrations.transformers.saves import Limit, TrainerSaves  # noqa: E402
 from bytecheckpoint.integrations.transformers.train_loader import PassOrder  # noqa: E402
 from bytecheckpoint.storage import layout  # noqa: E402
@@ -530,6 +531,16 @@ def test_a_folder_goes_with_a_file_that_a_killed_process_has_not_written_whole(t
 
     trainer(tmp_path, save_total_limit=1, max_steps=4, at_step={3: leave}).train()
     assert folders(tmp_path) == ["checkpoint-4"]
+
+
+def test_a_file_that_is_gone_meanwhile_keeps_none_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, left = tmp_path / "config.json", tmp_path / "trainer_state.json"
+    left.write_text("{}")
+    monkeypatch.setattr(Path, "iterdir", lambda _: iter([gone, left]))
+    folders_module._remove_beside(str(tmp_path))
+    assert not left.exists()
 
 
 def test_parameters_are_those_of_the_save_and_not_of_later_steps(tmp_path: Path) -> None:

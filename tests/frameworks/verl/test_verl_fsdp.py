@@ -444,6 +444,13 @@ def test_weights_for_hugging_face_with_adapters_are_refused(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_role_that_has_no_optimizer_is_saved_and_loaded(tmp_path: Path) -> None:
+    path, model, fresh = tmp_path / "global_step_1/actor", verl_program.parts()[0], verl_program.parts(seed=1)[0]
+    BcpFSDPCheckpointManager(model=model, checkpoint_config=CheckpointConfig()).save_checkpoint(str(path), None, 1)
+    BcpFSDPCheckpointManager(model=fresh, checkpoint_config=CheckpointConfig()).load_checkpoint(str(path))
+    assert same(fresh, model)
+
+
 @pytest.mark.parametrize("async_save", [False, True])
 def test_no_save_stages_more_than_staging_bytes(
     tmp_path: Path, async_save: bool, monkeypatch: pytest.MonkeyPatch
