@@ -78,8 +78,8 @@ class StoredOptimizer:
         }
         self._sources = checkpoint.tensor_sources
         self._tensors: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
-        self._stored_keys = {name: set(values) for name, values in saved.tree["state"].items()}
-        """Name of a parameter -> the keys of its state, whatever include and exclude say."""
+        self._tensor_keys: dict[str, set[str]] = {}
+        """Name of a parameter -> the keys of its state that are or hold tensors, whatever include and exclude say."""
         self._find_tensors()
         self._known_names: dict[tuple[str, ...], list[str]] = {}
         """FQNs of a parameter in the state -> the result of `_names`, which is called for each parameter many times."""
@@ -104,7 +104,7 @@ class StoredOptimizer:
             for source in self._checkpoint.saved_names.below(container):
                 name, key = split_state_path(source[len(container) + 1 :], self._groups)
                 if name:
-                    self._stored_keys.setdefault(name, set()).add(key.partition(".")[0])
+                    self._tensor_keys.setdefault(name, set()).add(key.partition(".")[0])
                 if name and self._checkpoint.takes(source):
                     tensor = self._checkpoint.rename(source), self._checkpoint.saved[source]
                     self._tensors.setdefault(name, {})[key] = tensor
@@ -260,7 +260,8 @@ class StoredOptimizer:
 
     def stored_keys(self, names: ParameterNames) -> set[str]:
         """Returns the keys of a parameter's state in the checkpoint, whatever include and exclude say."""
-        return set().union(*(self._stored_keys.get(name, ()) for name in self._names(names)))
+        keys = ((self._tree["state"].get(name, ()), self._tensor_keys.get(name, ())) for name in self._names(names))
+        return set().union(*chain.from_iterable(keys))
 
     def had_none(self, names: ParameterNames) -> bool:
         """Returns True if the optimizer kept nothing for the parameter when it was saved, as before its first step, and

@@ -863,6 +863,16 @@ def test_an_optimizer_looks_at_no_tensor_of_the_others(tmp_path: Path) -> None:
     assert looks_of_many_optimizers(tmp_path / "few", 2) == looks_of_many_optimizers(tmp_path / "many", 20)
 
 
+def test_plain_data_in_the_form_of_an_optimizer_is_read_only_for_its_parameters(tmp_path: Path) -> None:
+    group = {"params": {"other": None}, "values": {"lr": 0.5}}
+    bcp.save(tmp_path, {"it": {"state": {"other": 3}, "groups": {"other": group}}})
+    optimizer = torch.optim.SGD([("weight", nn.Parameter(torch.ones(2)))], lr=0.25)
+    bcp.load(tmp_path, {"it": optimizer}, strict=False)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    with pytest.raises(bcp.CheckpointMismatchError):
+        bcp.load(tmp_path, {"it": optimizer})
+
+
 def test_a_hyperparameter_without_a_name_may_hold_a_value_without_a_name(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.25)
