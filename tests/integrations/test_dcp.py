@@ -123,6 +123,39 @@ class Shown:
         self.state = {"loaded": state_dict}
 
 
+class EarlyLoader:
+    """Gives out numbers. Its state_dict() makes an iterator that the next iter() returns, as in torchdata.nodes."""
+
+    def __init__(self, start: int) -> None:
+        self._next = start
+        self._at: int | None = None
+        self._iter_for_state_dict = False
+
+    def __iter__(self) -> EarlyLoader:
+        self._at = self._at if self._iter_for_state_dict else self._next
+        self._iter_for_state_dict = False
+        return self
+
+    def __next__(self) -> int | None:
+        return self._at
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._at is None:
+            iter(self)
+            self._iter_for_state_dict = True
+        return {"at": self._at}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._next = state_dict["at"]
+
+
+def test_a_loader_goes_on_though_its_state_dict_makes_an_iterator(tmp_path: Path) -> None:
+    dcp.save({"loader": EarlyLoader(3)}, checkpoint_id=tmp_path)
+    target = EarlyLoader(0)
+    dcp.load({"loader": target}, checkpoint_id=tmp_path)
+    assert next(iter(target)) == 3
+
+
 def test_keys_that_are_not_asked_for_are_ignored_at_any_depth(tmp_path: Path) -> None:
     full = {"a": {"b": {"c": torch.ones(2), "d": 1}, "e": 2}, "f": torch.ones(1)}
     dcp.save({"app": Shown(full), "other": 3, "model": mlp(0)}, checkpoint_id=tmp_path)

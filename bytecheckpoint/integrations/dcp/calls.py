@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from bytecheckpoint import phases
 from bytecheckpoint.adapters.rank_values.rank_local import RankLocal
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
+from bytecheckpoint.adapters.stateful import give_state
 from bytecheckpoint.distributed.ranks import Subject, join_ranks, together
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.info import CheckpointInfo
@@ -212,7 +213,7 @@ def load(
         )
     for key in sorted(shown, key=str):
         if _is_asked(state_dict[key]):
-            state_dict[key].load_state_dict(shown[key])
+            give_state(state_dict[key], shown[key])
         else:
             state_dict[key] = shown[key]
 
