@@ -331,6 +331,12 @@ def test_what_is_too_large_for_the_log_is_refused_with_what_would_make_it_smalle
         manager.log_data(0, {"data": bcp.DataLoaderState(loader, rank=0, size=1)})
 
 
+def test_a_small_sparse_tensor_in_a_position_is_not_told_to_be_too_large(tmp_path: Path) -> None:
+    loader = PositionLoader({"a": {"table": torch.eye(3).to_sparse()}})
+    with manager_at(tmp_path) as manager, pytest.raises(CheckpointSaveError, match=r"a\.table is a sparse_coo tensor"):
+        manager.log_data(0, {"data": bcp.DataLoaderState(loader, rank=0, size=1)})
+
+
 def test_a_position_that_replaces_no_values_of_the_state_is_refused(tmp_path: Path) -> None:
     loader = PositionLoader({"a": 5})
     with manager_at(tmp_path) as manager, pytest.raises(CheckpointSaveError, match=r"data\.streams\.a is a int of"):

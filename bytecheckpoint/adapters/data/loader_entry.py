@@ -85,8 +85,7 @@ class DataLoaderEntry:
         tensors: list[tuple[str, torch.Tensor]] = []
 
         def on_tensor(fqn: str, tensor: torch.Tensor) -> torch.Tensor | None:
-            if is_sharded(tensor):
-                raise unsupported(fqn, f"a {type(tensor).__name__}, which no stream owns alone", "save its to_local()")
+            refuse_sharded(fqn, tensor)
             if fits_inline(tensor):
                 return tensor
             tensors.append((fqn, tensor))
@@ -304,3 +303,9 @@ class DataLoaderEntry:
             at = f"from its first sample{of}" if share.has_start else "and must not have been read"
             text = f"{self.fqn}: the data loader starts anew, {at}: {share.why_restarted}"
             warnings.warn(text, stacklevel=2)
+
+
+def refuse_sharded(fqn: str, tensor: torch.Tensor) -> None:
+    """Raises CheckpointSaveError (unsupported_value) for a sharded tensor in the state of a loader."""
+    if is_sharded(tensor):
+        raise unsupported(fqn, f"a {type(tensor).__name__}, which no stream owns alone", "save its to_local()")

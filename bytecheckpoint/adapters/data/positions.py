@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 import torch
 
-from bytecheckpoint.adapters.data.loader_entry import DataLoaderEntry
+from bytecheckpoint.adapters.data.loader_entry import DataLoaderEntry, refuse_sharded
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState
 from bytecheckpoint.adapters.data.merge_streams import listed_ids, merge_streams
 from bytecheckpoint.adapters.data.stream_wire import decode_loader_state, encode_state
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, fits_inline
+from bytecheckpoint.adapters.plain.plain_data import SMALL_TENSOR_BYTES, encode_plain
+from bytecheckpoint.adapters.shards import dense_dtype
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest.plain_wire import unsupported
 
@@ -47,13 +48,13 @@ def encode_positions(fqn: str, state: DataLoaderState) -> bytes:
     for stream_id in entry.own_ids(loader):
         name = f"{fqn}.streams.{stream_id}"
         position = position_of(stream_id)
-        encoded = encode_state(position, name, partial(_refuse_large, advice=advice))
+        encoded = encode_state(position, name, partial(_small_tensor, advice=advice))
         streams[stream_id] = msgspec.Raw(_checked(encoded, name, advice))
         if has_positions and not isinstance(position, dict):  # values that replace those of the stream's state
             what = f"a {type(position).__name__} of stream_position(id)"
             raise unsupported(name, what, "return a dict with some items of the stream's state, which is a dict, too")
     name = f"{fqn}.shared"
-    shared = encode_plain(loader.shared_state(), name, partial(_refuse_large, advice=_SHORTEN_SHARED))
+    shared = encode_plain(loader.shared_state(), name, partial(_small_tensor, advice=_SHORTEN_SHARED))
     return entry.encode_part(loader, streams, _checked(shared, name, _SHORTEN_SHARED))
 
 
@@ -108,8 +109,12 @@ def _checked(encoded: bytes, name: str, advice: str) -> bytes:
     return encoded
 
 
-def _refuse_large(fqn: str, tensor: torch.Tensor, *, advice: str) -> torch.Tensor:
-    """Returns a small tensor as it is. Raises CheckpointSaveError (unsupported_value) for a large one."""
-    if not fits_inline(tensor):
+def _small_tensor(fqn: str, tensor: torch.Tensor, *, advice: str) -> torch.Tensor:
+    """Returns a small dense tensor as it is. Raises CheckpointSaveError (unsupported_value) for any other, with
+    `advice` for a large one.
+    """
+    refuse_sharded(fqn, tensor)
+    dense_dtype(fqn, tensor)
+    if tensor.nbytes > SMALL_TENSOR_BYTES:
         raise unsupported(fqn, "a tensor that is too large for the log of positions", advice)
     return tensor

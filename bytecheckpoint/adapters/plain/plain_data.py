@@ -116,7 +116,9 @@ class _TorchLeaves:
 
 
 def fits_inline(tensor: torch.Tensor) -> bool:
-    """Returns True for a small, whole tensor, which may be written into the plain data that contains it."""
+    """Returns True for a tensor that is written into the plain data that contains it: small, dense and of a plain type,
+    on the meta device too. False for a small sparse one, a DTensor and every other subclass.
+    """
     is_plain = type(tensor) in PLAIN_TENSORS and not tensor.is_nested
     return is_plain and tensor.layout is torch.strided and tensor.nbytes <= SMALL_TENSOR_BYTES
 

@@ -108,7 +108,7 @@ class _Values:
 
 
 def _is_compared(tensor: torch.Tensor) -> bool:
-    return type(tensor) in PLAIN_TENSORS and fits_inline(tensor) and not tensor.is_meta
+    return fits_inline(tensor) and not tensor.is_meta
 
 
 def _if_compared(_fqn: str, tensor: torch.Tensor) -> torch.Tensor | None:
