@@ -154,8 +154,8 @@ def spread(byte_lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def scratch_bytes_of(memory_bytes: int) -> int:
-    """Returns the part of a conversion's memory, which is 64 MiB or more, for bytes that cannot be read straight into a
-    window.
+    """Returns the part of a conversion's memory for bytes that cannot be read straight into a window: an eighth, at
+    most 64 MiB. A conversion has 64 MiB of memory or more.
     """
     return max(8 << 20, min(64 << 20, memory_bytes // 8))
 
