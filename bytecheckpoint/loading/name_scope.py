@@ -118,8 +118,8 @@ def match_named(scope: NameScope, wanted: WantedState, *, below: str = "", besid
 def fit_state(ranks: Ranks, source: Source, scope: NameScope, wanted: WantedState) -> Fitted:
     """Compares the state with the checkpoint as it is. If the checkpoint lacks something, also compares with its names
     put below a name of the state that is no entry of it, and with its separate tensors of experts stacked. Takes the
-    comparison that fits best on all ranks together. What has no sum by `bad_sums`, which is asked last, is a conflict.
-    Every rank must call this.
+    comparison that fits best on all ranks together. Last, `bad_sums` reads the integers that are summed over ranks: a
+    sum that is out of range, or that rank 0 does not get, is a conflict and fills nothing. Every rank must call this.
 
     Raises the errors of `plan_together`, `bad_sums` and `merge_findings`: with `strict`, CheckpointMismatchError on
     every rank if something does not fit on one of them.
