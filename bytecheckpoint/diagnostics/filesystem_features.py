@@ -48,7 +48,7 @@ class FilesystemFeatures:
 
 def probe_filesystem(folder: str) -> FilesystemFeatures:
     """Tries every feature in an existing folder. Files `probe` and `probe-link` in it are overwritten, and deleted at
-    the end. Raises the error of a write if it cannot write there.
+    the end. Raises StorageError or CheckpointSaveError if it cannot write there.
     """
     path = os.path.join(folder, "probe")
     try:
