@@ -78,10 +78,11 @@ def _text_of(path: Path) -> str:
 
 
 def map_checkpoint(manifest: Manifest, folder: CheckpointFolder, wanted: NameMap) -> Mapped:
-    """Returns the tensors of a checkpoint as the other framework has them, and the stored regions of each.
+    """Returns the tensors of a checkpoint as the other framework has them, and the stored regions of each. Reads the
+    map and the `config.json` of the folder, and no tensors.
 
     Raises CheckpointMismatchError (conflict, missing_key, unexpected_key, shape), UnsafeCheckpointError
-    (limits_exceeded) and CheckpointCorruptError (bad_manifest).
+    (limits_exceeded) and CheckpointCorruptError (bad_manifest), and the errors of `read_config`.
     """
     name_map, side = choose(str(wanted.name))
     request = MapRequest(side, dict(wanted.options), keep_unmapped=wanted.keep_unmapped)
@@ -144,7 +145,7 @@ def read_config(folder: CheckpointFolder) -> Mapping[str, Any]:
     """Reads the `config.json` of Hugging Face in the folder of a checkpoint; {} if there is none, or it holds no
     object.
 
-    Raises CheckpointCorruptError and UnsafeCheckpointError (limits_exceeded).
+    Raises CheckpointCorruptError, UnsafeCheckpointError (limits_exceeded) and the errors of reading a file.
     """
     num_bytes = folder.store.list(folder.path).get(_CONFIG)
     if num_bytes is None:
