@@ -94,6 +94,9 @@ def _tracked_in(folder: TrackedFolder) -> str | None:
 
 
 def _folders(args: Namespace, root: str | None, reach: TrackedFolder) -> list[TrackedFolder]:
+    """Returns the folders whose tracker files may name the newest checkpoint, opened as `reach` says. The one that is
+    not persistent comes first: the first of two equally new checkpoints is taken.
+    """
     roots = [] if root is None else [root]
     if args.non_persistent_ckpt_type == "global" and (root is not None or args.non_persistent_global_ckpt_dir):
         roots.insert(0, non_persistent_root(args, root or ""))
