@@ -82,7 +82,8 @@ def _with_scaler(owner: Any) -> torch.optim.Optimizer | FlatOptimizer:
 
 
 def _chained(optimizer: Any) -> Iterator[Any]:
-    """Yields the optimizers of a chain, or the one that is no chain. A chain of a single one has `optimizer` too."""
+    """Yields the optimizers of a chain and of chains inside it, or the one that is no chain."""
+    # Not by `optimizer`, which a chain of a single one has too.
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
         yield optimizer
