@@ -242,7 +242,9 @@ def _is_main(replica_id: int | Sequence[int]) -> bool:
 
 
 def _memory_key(tensor: torch.Tensor) -> object:
-    """Returns a key of a parameter's memory, equal also for its `data`, which is a new object each time."""
+    """Returns a key of a parameter's memory, equal also for its `data`, which is a new object each time. A tensor that
+    is empty or on the meta device has no memory: its key is equal for the same object only, while it lives.
+    """
     if tensor.is_meta or not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
