@@ -268,7 +268,7 @@ class Streams(IterableDataset[Any]):
                 self._taken[stream_id] = position.next_epoch(carries_over=carries_over(self._sources[stream_id]))
 
     def _is_mid_pass(self) -> bool:
-        """Returns True if a stream has moved since the epoch began, maybe to the next epoch; False if endless."""
+        """Returns True if a stream has moved since the start of the lowest epoch of all; False if endless."""
         start = (pass_epoch(self._taken.values()), 0)
         # An endless pass ends only where no stream has samples: another one would end as well.
         return not self._endless and any(each.place > start for each in self._taken.values())
