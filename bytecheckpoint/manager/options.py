@@ -72,8 +72,8 @@ class ManagerOptions:
         _check(
             "signals",
             self.signals,
-            _are_signals(self.signals),
-            "a tuple of names such as 'SIGTERM' and 'SIGUSR1'",
+            _are_catchable_signals(self.signals),
+            "a tuple of names of signals that can be caught, such as 'SIGTERM' and 'SIGUSR1'",
         )
         object.__setattr__(self, "signals", tuple(self.signals))
         _check("on_save", self.on_save, self.on_save is None or callable(self.on_save), "a function or None")
@@ -124,7 +124,7 @@ def _check(name: str, value: object, is_valid: bool, takes: str) -> None:  # noq
         raise ValueError(f"ManagerOptions.{name} takes {takes}, not {value!r:.100}")
 
 
-def _are_signals(names: object) -> bool:
+def _are_catchable_signals(names: object) -> bool:
     if not isinstance(names, list | tuple | set | frozenset):
         return False
     return all(isinstance(name, str) and name in signal.Signals.__members__ for name in names) and not (
