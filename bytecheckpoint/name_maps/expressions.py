@@ -42,8 +42,8 @@ class SizeExpression:
     def value(self, option: Callable[[str], int]) -> int:
         """Returns the number, given the options by name.
 
-        Raises ValueError, which says what is wrong, if a quotient is not a whole number, or the result is not from 1 to
-        MAX_SIZE.
+        Raises ValueError, which says what is wrong, if a quotient is not a whole number, or if the result up to any
+        term, from left to right, is not from 1 to MAX_SIZE.
         """
         result = 1
         for operator, term in self._terms:
