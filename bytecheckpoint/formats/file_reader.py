@@ -95,12 +95,14 @@ def damaged(path: str, what: str, *, kind: str = "bad_manifest") -> CheckpointCo
 
 
 def conflicting(path: str, what: str, advice: str) -> CheckpointMismatchError:
-    """Returns the error for a checkpoint that contradicts itself."""
+    """Returns the error for a checkpoint that contradicts itself; `what` begins with the verb to the subject `path`."""
     return CheckpointMismatchError(f"{path} {what}; nothing was loaded: {advice}", kind="conflict", path=path)
 
 
 def missing_file(path: str, what: str, lost: str = "the files of all ranks") -> CheckpointNotFoundError:
-    """Returns the error for a checkpoint that has lost files; `lost` names what to restore."""
+    """Returns the error for a checkpoint that has lost files; `what` begins with the verb whose subject is `path`, and
+    `lost` names what to restore.
+    """
     text = f"{path} {what}; nothing was loaded: restore {lost}, or take another checkpoint"
     return CheckpointNotFoundError(text, kind="missing_file", path=path)
 
