@@ -273,7 +273,9 @@ class _MultipartUpload:
             abort_uploads_of(self._requests, self._target.key)
 
     def _send_part(self, number: int, content: memoryview) -> dict[str, object]:
-        """Sends a part, and returns its entry in the request that completes the upload."""
+        """Sends a part, and returns its entry in the request that completes the upload. Raises FailedRequestError, and
+        then lets no part of this upload be tried again.
+        """
         checksum = _checksum(self._requests, content)
 
         def attempt(_number: int) -> dict[str, object]:
