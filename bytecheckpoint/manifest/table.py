@@ -198,7 +198,9 @@ class TensorTable(Mapping[str, TensorRecord]):
         )
 
     def _checked_slice(self, fqn: str) -> Columns:
-        """Returns the columns of one tensor, once its own chunks are checked."""
+        """Returns the columns of one tensor. The first time it checks the chunks of this tensor before, for themselves
+        and for bytes that they share: raises CheckpointCorruptError (bad_manifest).
+        """
         index = self._indices[fqn]
         columns = self._slice(index, index + 1)
         if index not in self._checked:
