@@ -57,7 +57,9 @@ def _name_of(cls: type) -> str:
 
 
 def _to_plain(value: Any, shape: tuple[int, ...], refuse: Callable[[Any], Exception]) -> Any:
-    """Returns a part of a context as plain data: objects become dicts with a marker. Raises what `refuse` returns."""
+    """Returns a part of a context as plain data: objects become dicts with a marker, whose values stay but for devices
+    and for the shape of the tensor, which `context_of` is given anew. Raises what `refuse` returns.
+    """
     kind = type(value)
     if kind in _PLAIN:
         return value
