@@ -67,7 +67,9 @@ def map_chunks(record: TensorRecord, *, max_rows: int, max_columns: int) -> Chun
 
 
 def _pick_axes(offsets: np.ndarray) -> Axes:
-    """Returns the two dimensions with the most cuts, the lower one as `down`; the lowest ones on a tie."""
+    """Returns the two dimensions with the most cuts, the lower one as `down`; the lowest ones on a tie. A single
+    dimension is `across`.
+    """
     num_dims = offsets.shape[1]
     if num_dims == 1:
         return Axes(None, 0)
