@@ -95,7 +95,7 @@ def damaged(path: str, what: str, *, kind: str = "bad_manifest") -> CheckpointCo
 
 
 def conflicting(path: str, what: str, advice: str) -> CheckpointMismatchError:
-    """Returns the error for a checkpoint that contradicts itself; `what` begins with the verb whose subject is `path`."""
+    """Returns the error for a checkpoint that contradicts itself; `what` begins with the verb to the subject `path`."""
     return CheckpointMismatchError(f"{path} {what}; nothing was loaded: {advice}", kind="conflict", path=path)
 
 

@@ -78,8 +78,8 @@ def _text_of(path: Path) -> str:
 
 
 def map_checkpoint(manifest: Manifest, folder: CheckpointFolder, wanted: NameMap) -> Mapped:
-    """Returns the tensors of a checkpoint as the other framework has them, and the stored regions of each. Reads the map
-    and the `config.json` of the folder, and no tensors.
+    """Returns the tensors of a checkpoint as the other framework has them, and the stored regions of each. Reads the
+    map and the `config.json` of the folder, and no tensors.
 
     Raises CheckpointMismatchError (conflict, missing_key, unexpected_key, shape), UnsafeCheckpointError
     (limits_exceeded) and CheckpointCorruptError (bad_manifest), and the errors of `read_config`.

@@ -94,6 +94,11 @@ def test_an_option_that_is_none_is_refused_with_its_name(name: str, value: objec
         bcp.ManagerOptions(**{name: value})  # type: ignore[arg-type]
 
 
+def test_a_signal_that_no_process_can_catch_is_refused_for_that_reason() -> None:
+    with pytest.raises(ValueError, match=r"signals that can be caught, .*, not \('SIGKILL',\)"):
+        bcp.ManagerOptions(signals=("SIGKILL",))
+
+
 def test_without_policies_a_manager_saves_often_and_keeps_all(tmp_path: Path) -> None:
     with bcp.CheckpointManager(tmp_path) as manager:
         assert [step for step in (1, 499, 500, 501) if manager.due(step)] == [500]

@@ -242,8 +242,8 @@ def _is_main(replica_id: int | Sequence[int]) -> bool:
 
 
 def _memory_key(tensor: torch.Tensor) -> object:
-    """Returns a key of a parameter's memory, equal also for its `data`, which is a new object each time. A tensor that is
-    empty or on the meta device has no memory: its key is equal for the same object only, while it lives.
+    """Returns a key of a parameter's memory, equal also for its `data`, which is a new object each time. A tensor that
+    is empty or on the meta device has no memory: its key is equal for the same object only, while it lives.
     """
     if tensor.is_meta or not tensor.numel():
         return id(tensor)

@@ -130,7 +130,8 @@ def _whole_number(at: Mapping[str, Any], name: str) -> int:
 
 def _set_cuda(current: int | None, devices: list[torch.Tensor]) -> None:
     """Sets the generators of CUDA devices to saved states, by number; then that of the device that is current now to
-    the state number `current`, of the device that was current then. None leaves it at its own. The current device stays.
+    the state number `current`, of the device that was current then. With None it keeps that of its own number. No other
+    device is made current.
     """
     num_devices = torch.cuda.device_count()
     for number in range(min(len(devices), num_devices)):
