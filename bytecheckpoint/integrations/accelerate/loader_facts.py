@@ -85,15 +85,6 @@ def holds_dataset(state: Any) -> bool:
     return own or any(map(holds_dataset, state.values()))
 
 
-def counted_once(state: Any, loader: Any, num_batches: int) -> Any:
-    """Returns the state of torchdata's loader with `num_batches` as the number that it gave in this pass. To go on with
-    an iterable dataset that has no state, that loader reads these batches again, and counts them twice from then on.
-    """
-    if not isinstance(loader.dataset, IterableDataset) or holds_dataset(state) or "_num_yielded" not in state:
-        return state
-    return {**state, "_num_yielded": min(state["_num_yielded"], num_batches)}
-
-
 def global_batch(loader: Any, num_ranks: int) -> int | None:
     """Returns the number of samples in one batch of all ranks together; None if it is not known."""
     is_iterable = isinstance(loader.dataset, IterableDataset)
@@ -107,16 +98,12 @@ def global_batch(loader: Any, num_ranks: int) -> int | None:
     return None if size is None else int(size) * count
 
 
-def batches_read(loader: Any, num_ranks: int) -> int:
-    """Returns how many batches of its own a loader reads for one of each rank: one, unless rank 0 reads for all."""
-    return num_ranks if isinstance(loader, DataLoaderDispatcher) and not loader.split_batches else 1
-
-
 def batches_per_skip(loader: Any, num_ranks: int) -> int:
     """Returns how much `accelerator.skip_first_batches` needs for each batch that a rank is to skip: where rank 0 reads
     the batches of all ranks, it skips those that rank 0 reads, but for an iterable dataset.
     """
-    return 1 if isinstance(loader.dataset, IterableDataset) else batches_read(loader, num_ranks)
+    reads_for_all = isinstance(loader, DataLoaderDispatcher) and not loader.split_batches
+    return num_ranks if reads_for_all and not isinstance(loader.dataset, IterableDataset) else 1
 
 
 def batches_now(loader: Any, shared: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:

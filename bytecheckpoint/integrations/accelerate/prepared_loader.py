@@ -10,14 +10,13 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState
+from bytecheckpoint.adapters.data.stateful_loaders import count_once
 from bytecheckpoint.data.known_loaders import elastic_loader_of
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.accelerate.loader_facts import (
     batches_now,
     batches_per_skip,
-    batches_read,
     core_of,
-    counted_once,
     global_batch,
     has_first_iterator,
     holds_dataset,
@@ -55,9 +54,6 @@ class PreparedLoader:
         state = loader.state_dict() if is_of_torchdata(loader) else None
         # Torchdata draws twice for a pass that has ended, so such a state is left out, but for that of a dataset.
         is_needed = in_pass or holds_dataset(state)
-        if self._pass is not None and in_pass and state is not None:
-            num_read = self._pass.num_taken * batches_read(loader, self._accelerator.num_processes)
-            state = counted_once(state, loader, num_read)
         return {"order": order, "loader": state if is_needed else None, "is_new": has_first_iterator(loader)}
 
     def shared_state(self) -> Mapping[str, Any]:
@@ -115,6 +111,7 @@ class PreparedLoader:
         if stream is not None and is_of_torchdata(loader):
             if stream["loader"] is not None or not stream["is_new"]:
                 loader.load_state_dict(stream["loader"] or {})
+                count_once(loader.base_dataloader)
         elif is_of_torchdata(loader):
             num_to_skip = num_batches
         elif num_batches and self._accelerator.is_main_process:

@@ -414,13 +414,14 @@ def test_an_iterable_dataset_goes_on(tmp_path: Path, kind: str) -> None:
     assert begun + [batch.tolist() for batch in loader] == [[each, each + 1] for each in range(0, 12, 2)]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", ["shard", "dispatcher"])
-def test_an_iterable_dataset_goes_on_twice_in_one_pass(tmp_path: Path, kind: str) -> None:
+def test_an_iterable_dataset_goes_on_twice_in_one_pass(tmp_path: Path, kind: str, num_workers: int) -> None:
     seen: list[list[int]] = []
     how = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=kind == "dispatcher")
     for run in range(3):
         of_all = accelerator(dataloader_config=how)
-        loader = of_all.prepare(DataLoader(Letters(), 2))
+        loader = of_all.prepare(DataLoader(Letters(), 2, num_workers=num_workers))
         if run:
             load_state(of_all, tmp_path / str(run - 1))
         batches = iter(loader)
