@@ -27,7 +27,7 @@ MSGPACK_INTS = range(-(1 << 63), 1 << 64)
 """The integers that msgpack holds: those of int64 and of uint64."""
 _MAX_INT_BITS = 14_284
 """Longer integers may have more than 4,300 decimal digits, which Python neither writes nor reads."""
-_MAX_SHOWN = 60
+_LONGEST_SHOWN_KEY = 60
 WRITTEN_AS_THEY_ARE = frozenset({type(None), bool, float, bytes})
 _ARRAY_KINDS, _TEXT_KINDS = "biufcSU", "SU"
 
@@ -162,7 +162,7 @@ def check_key(key: object, fqn: str) -> None:
     if type(key) not in (str, int):
         shown = repr(key)
         what = f"a dict with a key of type {type(key).__name__}"
-        is_short = len(shown) <= _MAX_SHOWN and "\n" not in shown  # unlike that of a tensor
+        is_short = len(shown) <= _LONGEST_SHOWN_KEY and "\n" not in shown  # unlike that of a tensor
         raise unsupported(fqn, f"{what}, {shown}" if is_short else what, "use str or int keys")
     if isinstance(key, int) and key not in MSGPACK_INTS:
         raise unsupported(fqn, f"a dict with the key {key}, which takes more than 64 bits", "use str keys")

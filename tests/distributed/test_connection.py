@@ -165,7 +165,7 @@ def exchange_with_a_peer() -> _Exchange:
     options = bcp.LoadOptions(timeout_s=PATIENT_S)
     source: Any = SimpleNamespace(options=options, changes=StateChanges(), begin_reading=lambda _: None)
     match: Any = SimpleNamespace(shards=[], stored_fqns=[])
-    ranks: Any = SimpleNamespace(global_ranks=[READER, PEER], rank=0)
+    ranks: Any = SimpleNamespace(global_ranks=[READER, PEER], rank=0, num_ranks=2, has_failed=lambda: False)
     assigned = ReadAssignment(ReaderShare([], [1], []), {}, 1, 1.0)
     host_ranks = HostRanks(0, memoryview(bytearray(64)))
     targets: Any = []
