@@ -154,7 +154,7 @@ class ResumeCall:
                 if choice.is_stored_only:
                     report = calls.at_path(step=version.step)
                 else:
-                    report = calls.opened(opened=partial(self._open, version, choice, content))
+                    report = calls.opened(opened=partial(self._open, version=version, choice=choice, content=content))
             except CheckpointError as error:
                 if not _is_damage(error):
                     raise
@@ -276,7 +276,7 @@ class ResumeCall:
         return ranks.broadcast(content)
 
     def _open(
-        self, version: VersionPlan, choice: _Choice, content: bytes, ranks: Ranks, options: LoadOptions
+        self, ranks: Ranks, options: LoadOptions, *, version: VersionPlan, choice: _Choice, content: bytes
     ) -> Source:
         """Returns the version as this rank can read it."""
         store, _ = self._open_job()
