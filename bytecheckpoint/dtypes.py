@@ -29,3 +29,7 @@ def itemsize(dtype: str) -> int:
             kind="dtype",
         )
     return size
+
+
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
+"""Behind the name of a quantized weight, they make the name of its scales."""

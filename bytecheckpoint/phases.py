@@ -247,6 +247,7 @@ def run_load(
         try:
             with source.counting(ranks):
                 traffic = read_together(ranks, source, fetches, match)
+            match.multiply_scales()
             match.zero_padding()
         finally:
             if source.changes.may_have_overwritten:
@@ -330,7 +331,7 @@ def _report(source: Source, fitted: Fitted, match: Match, traffic: Traffic, seco
         path=source.path,
         step=source.manifest.step,
         save_id=source.manifest.save_id,
-        num_tensors=len(set(TargetShards.of(match.shards).fqns)),
+        num_tensors=len(set(TargetShards.of(match.shards).fqns)) - match.num_scales,
         num_bytes_read=num_bytes_read,
         num_bytes_received=num_bytes_received,
         missing=[problem.fqn for problem in fitted.findings.problems if problem.kind == "missing_key"],

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from bytecheckpoint.dtypes import SCALE_SUFFIXES
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.name_maps.operations import in_stack
 from bytecheckpoint.name_maps.rewrite_manifest import relink
@@ -42,9 +43,14 @@ _FUSED_TYPES = {"gpt_oss", "llama4", "llama4_text", "qwen3_5_moe", "granitemoe",
 TRANSPOSED_TYPES = {"qwen3_vl_moe", "qwen3_vl_moe_text"}
 """Families whose files hold matrices of experts transposed."""
 _MATRICES = {name for names in EXPERT_NAMES.values() for name in names[:3]}
-_EXPERT = re.compile(r"(?P<layer>(?:.+\.)?)experts\.(?P<number>0|[1-9][0-9]{0,5})\.(?P<matrix>\w+)\.weight")
+_EXPERT = re.compile(
+    r"(?P<layer>(?:.+\.)?)experts\.(?P<number>0|[1-9][0-9]{0,5})\.(?P<matrix>\w+)\.weight"
+    rf"(?P<suffix>|{'|'.join(SCALE_SUFFIXES)})"
+)
 
 _Described = Mapping[str, tuple[str, tuple[int, ...]]]
+_Numbered = Mapping[str, Mapping[int, str]]
+"""Names of stored tensors by matrix and number of the expert."""
 
 
 def expert_names_of(model_type: str) -> str:
@@ -98,24 +104,43 @@ class _Layer(NamedTuple):
 
 
 def _layers(described: _Described) -> Iterator[_Layer]:
-    """Yields the layers whose experts are numbered without gaps and are alike."""
-    found: dict[str, dict[str, dict[int, str]]] = {}
+    """Yields the layers whose experts are numbered without gaps and are alike, and so are their scales, if any."""
+    found: dict[str, dict[str, dict[str, dict[int, str]]]] = {}
     for name in described:
         match = _EXPERT.fullmatch(name)
         if match and match["matrix"] in _MATRICES:
-            found.setdefault(match["layer"], {}).setdefault(match["matrix"], {})[int(match["number"])] = name
-    for prefix, matrices in found.items():
-        names = next((names for names in EXPERT_NAMES.values() if set(matrices) <= set(names)), None)
-        stacks = names and _stacks(names, matrices, described)
-        if names and stacks:
-            memory_prefix = _with_block(prefix, names.block, _MLP)
-            wanted = [_stack(f"{memory_prefix}experts.{name}", parts, described) for name, parts in stacks.items()]
-            yield _Layer(prefix, memory_prefix, wanted, [name for each in matrices.values() for name in each.values()])
+            of_layer = found.setdefault(match["layer"], {}).setdefault(match["suffix"], {})
+            of_layer.setdefault(match["matrix"], {})[int(match["number"])] = name
+    for prefix, by_suffix in found.items():
+        weights = by_suffix.get("", {})
+        names = next((names for names in EXPERT_NAMES.values() if set(weights) <= set(names)), None)
+        stacks = names and {suffix: _stacks(names, each, described) for suffix, each in by_suffix.items()}
+        if names is None or not stacks or not all(stacks.values()):
+            continue
+        if any(suffix and not _fit(each, weights, described, names) for suffix, each in by_suffix.items()):
+            continue
+        memory_prefix = _with_block(prefix, names.block, _MLP)
+        wanted = [
+            _stack(f"{memory_prefix}experts.{name}{suffix}", parts, described)
+            for suffix, of_suffix in stacks.items()
+            for name, parts in (of_suffix or {}).items()
+        ]
+        sources = [name for each in by_suffix.values() for numbered in each.values() for name in numbered.values()]
+        yield _Layer(prefix, memory_prefix, wanted, sources)
 
 
-def _stacks(
-    names: ExpertNames, matrices: Mapping[str, Mapping[int, str]], described: _Described
-) -> dict[str, list[list[str]]] | None:
+def _fit(scales: _Numbered, weights: _Numbered, described: _Described, names: ExpertNames) -> bool:
+    """Returns True if each weight has scales, and each scale of the matrices that follow one another in a stack is for
+    whole blocks of rows, as many as a power of two: they are blocks of the stack then.
+    """
+    if scales.keys() != weights.keys() or any(scales[matrix].keys() != weights[matrix].keys() for matrix in weights):
+        return False
+    joined = [matrix for matrix in weights if matrix != names.down]
+    num_rows = {(described[weights[each][0]][1][0], described[scales[each][0]][1][0]) for each in joined}
+    return all(rows % of_scales == 0 and (rows // of_scales).bit_count() == 1 for rows, of_scales in num_rows)
+
+
+def _stacks(names: ExpertNames, matrices: _Numbered, described: _Described) -> dict[str, list[list[str]]] | None:
     """Returns, by the name of each stack in memory, a list by expert: the stored tensors that the part of this expert
     consists of, in order. Returns None if they cannot be stacked.
     """
@@ -131,7 +156,8 @@ def _stacks(
     if len(kinds) != 1 or len(down_kinds) != 1:
         return None
     (dtype, shape), (down_dtype, down_shape) = kinds.pop(), down_kinds.pop()
-    if dtype != down_dtype or len(shape) != 2 or down_shape != shape[::-1]:
+    is_transposed = down_shape == shape[::-1] or 1 in shape  # scales of rows have one column
+    if dtype != down_dtype or len(shape) != 2 or len(down_shape) != 2 or not is_transposed:
         return None
     name = "gate_up_proj" if len(inner) > 1 else "up_proj"
     return {name: [[each[number] for each in inner] for number in numbers], "down_proj": [[downs[n]] for n in numbers]}

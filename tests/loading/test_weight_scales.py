@@ -1,0 +1,233 @@
+"""Weights in FP8 with scales beside them, as Hugging Face's folders hold them: loaded in full precision, they are the
+products.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import bytecheckpoint as bcp
+from bytecheckpoint.adapters.native.weight_scales import ScaledShard, block_shape
+from bytecheckpoint.adapters.shards import LocalShard
+from bytecheckpoint.region import Region
+from distributed.workers import WorkerPool
+
+FP8 = torch.float8_e4m3fn
+NUM_EXPERTS, INNER, HIDDEN = 4, 128, 192
+
+
+def product_of(numbers: torch.Tensor, scales: torch.Tensor, block: tuple[int, ...]) -> torch.Tensor:
+    """The weight in float32, by spreading each scale over its block."""
+    for dim, length in enumerate(block):
+        scales = scales.repeat_interleave(length, dim).narrow(dim, 0, numbers.shape[dim])
+    return numbers.float() * scales
+
+
+def quantized(*shape: int, block: int = 128) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers in FP8 and the scale of each square block; and their product."""
+    numbers = torch.randn(shape).mul_(50).to(FP8)
+    scales = torch.rand([-(-length // block) for length in shape]) + 0.01
+    return numbers, scales, product_of(numbers, scales, (block,) * len(shape))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(300, 576, bias=False)
+        self.down = nn.Linear(576, 300)
+        self.norm = nn.LayerNorm(300)
+
+
+def write_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """Writes a folder in FP8; returns what a model in this dtype is to hold."""
+    torch.manual_seed(3)
+    expected = {name: torch.randn_like(value).bfloat16() for name, value in Model().state_dict().items()}
+    files = dict(expected)
+    for name in ("up.weight", "down.weight"):
+        files[name], files[f"{name}_scale_inv"], expected[name] = quantized(*expected[name].shape)
+    folder.mkdir()
+    save_file(files, folder / "model.safetensors")
+    return {name: value.to(dtype) for name, value in expected.items()}
+
+
+def differing(model: nn.Module, expected: dict[str, torch.Tensor]) -> list[str]:
+    found = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in model.state_dict().items()}
+    assert found.keys() == expected.keys()
+    return [name for name, value in found.items() if not torch.equal(value, expected[name])]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_weights_in_full_precision_are_multiplied_by_their_scales(tmp_path: Path, dtype: torch.dtype) -> None:
+    expected = write_model(tmp_path / "fp8", dtype)
+    model = Model().to(dtype)
+    report = bcp.load(tmp_path / "fp8", {"model": model}, cast=True)
+    assert differing(model, expected) == []
+    assert report.num_tensors == len(expected)
+    assert not report.unexpected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"exclude": "*_scale_inv"}, {"include": "*.weight", "strict": False}, {"key_map": [("^", "model.")]}],
+    ids=str,
+)
+def test_the_scales_count_whatever_is_left_out_or_renamed(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    expected = write_model(tmp_path / "fp8")
+    model = Model().bfloat16()
+    bcp.load(tmp_path / "fp8", {"model": model}, cast=True, **arguments)
+    assert {"up.weight", "down.weight"}.isdisjoint(differing(model, expected))
+
+
+def test_a_model_on_the_meta_device_and_one_of_inference_mode_are_filled_too(tmp_path: Path) -> None:
+    expected = write_model(tmp_path / "fp8")
+    with torch.device("meta"):
+        on_meta = Model().bfloat16()
+    with torch.inference_mode():
+        inferring = Model().bfloat16()
+    for model in (on_meta, inferring):
+        bcp.load(tmp_path / "fp8", {"model": model}, cast=True)
+        assert differing(model, expected) == []
+
+
+def test_a_state_in_fp8_gets_numbers_and_scales_as_they_are(tmp_path: Path) -> None:
+    numbers, scales, _ = quantized(200, 130)
+    bcp.save(tmp_path, {"model": {"weight": numbers, "weight_scale_inv": scales}})
+    state = {"model": {"weight": torch.zeros_like(numbers), "weight_scale_inv": torch.zeros_like(scales)}}
+    bcp.load(tmp_path, state, cast=True)
+    assert torch.equal(state["model"]["weight"].float(), numbers.float())
+    assert torch.equal(state["model"]["weight_scale_inv"], scales)
+
+
+def test_scales_that_do_not_tell_their_blocks_are_refused(tmp_path: Path) -> None:
+    weight = torch.zeros(96, 7).to(FP8)
+    bcp.save(tmp_path, {"model": {"weight": weight, "weight_scale": torch.ones(3, 5)}})
+    state = {"model": {"weight": torch.full((96, 7), 5.0)}}
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"model\.weight: its scales .* shape \[3, 5\]") as caught:
+        bcp.load(tmp_path, state, cast=True)
+    assert caught.value.kind == "shape"
+    assert bool((state["model"]["weight"] == 5).all())
+    assert bcp.load(tmp_path, state | {"other": 1}, cast=True, strict=False).mismatched
+    assert bool((state["model"]["weight"] == 5).all())
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "block"),
+    [
+        ((7168, 576), (56, 5), (128, 128)),
+        ((64, 100), (1, 1), (64, 100)),
+        ((64, 100), (), (64, 100)),
+        ((64, 100), (64,), (1, 100)),
+        ((64, 100), (64, 1), (1, 100)),
+        ((8, 256, 96), (8, 2, 1), (1, 128, 96)),
+        ((192, 4), (2, 4), (128, 1)),
+        ((96, 7), (3, 5), None),
+        ((64, 100), (100,), None),
+        ((), (1,), ()),
+    ],
+)
+def test_blocks_are_told_by_the_shapes(
+    shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, ...] | None
+) -> None:
+    assert block_shape(shape, scales) == block
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_region_of_any_blocks_is_the_product(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 40), max_size=4))
+    blocks = [data.draw(st.sampled_from([1, 2, 4, 8, length])) for length in lengths]
+    grid = [-(-length // block) for length, block in zip(lengths, blocks, strict=True)]
+    offsets = [data.draw(st.integers(0, length - 1)) for length in lengths]
+    parts = [data.draw(st.integers(0, length - first)) for first, length in zip(offsets, lengths, strict=True)]
+    region = Region(tuple(offsets), tuple(parts))
+    numbers, scales = torch.randn(lengths).mul(20).to(FP8), torch.rand(grid) + 0.1
+    inside = tuple(slice(first, first + length) for first, length in zip(offsets, parts, strict=True))
+    target = numbers.bfloat16()[inside].clone()
+    shard = LocalShard("w", "bfloat16", tuple(lengths), region, target)
+    ScaledShard(shard, scales, tuple(blocks)).multiply()
+    assert torch.equal(target, product_of(numbers, scales, tuple(blocks)).bfloat16()[inside])
+
+
+class Experts(nn.Module):
+    """A layer of experts as transformers 5 has it in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(NUM_EXPERTS, 2 * INNER, HIDDEN))
+        self.down_proj = nn.Parameter(torch.zeros(NUM_EXPERTS, HIDDEN, INNER))
+
+
+def experts_model() -> nn.Module:
+    model = nn.Module()
+    model.mlp = nn.Module()
+    model.mlp.experts = Experts()
+    return model.bfloat16()
+
+
+def write_experts(folder: Path, rows: int = INNER, kind: str = "blocks") -> dict[str, torch.Tensor]:
+    torch.manual_seed(4)
+    files: dict[str, torch.Tensor] = {}
+    products: dict[str, list[torch.Tensor]] = {"gate_proj": [], "up_proj": [], "down_proj": []}
+    for number, (name, of_experts) in product(range(NUM_EXPERTS), products.items()):
+        shape = (HIDDEN, rows) if name == "down_proj" else (rows, HIDDEN)
+        numbers, scales, weight = quantized(*shape)
+        if kind == "rows":
+            scales = torch.rand(shape[0], 1) + 0.1
+            weight = product_of(numbers, scales, (1, shape[1]))
+        fqn = f"mlp.experts.{number}.{name}.weight"
+        files[fqn], files[f"{fqn}_scale{'_inv' if kind == 'blocks' else ''}"] = numbers, scales
+        of_experts.append(weight)
+    folder.mkdir()
+    save_file(files, folder / "model.safetensors")
+    gate, up, down = (torch.stack(each).bfloat16() for each in products.values())
+    return {"mlp.experts.gate_up_proj": torch.cat([gate, up], 1), "mlp.experts.down_proj": down}
+
+
+@pytest.mark.parametrize("kind", ["blocks", "rows"])
+def test_experts_in_files_fill_stacks_with_their_products(tmp_path: Path, kind: str) -> None:
+    expected = write_experts(tmp_path / "fp8", kind=kind)
+    model = experts_model()
+    bcp.load(tmp_path / "fp8", {"model": model}, cast=True)
+    assert differing(model, expected) == []
+
+
+def test_experts_whose_blocks_would_not_be_whole_in_a_stack_are_refused(tmp_path: Path) -> None:
+    """Two blocks of 96 rows cannot be told from one of 128 and one of 64."""
+    write_experts(tmp_path / "fp8", rows=96)
+    model = experts_model()
+    model.mlp.experts.gate_up_proj = nn.Parameter(torch.zeros(NUM_EXPERTS, 192, HIDDEN))
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"gate_up_proj: not in the checkpoint"):
+        bcp.load(tmp_path / "fp8", {"model": model}, cast=True)
+
+
+def load_on_ranks(rank: int, world_size: int, path: str, layout: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    expected = {name: value.clone() for name, value in torch.load(f"{path}/expected.pt").items()}
+    model: nn.Module = experts_model() if layout == "experts" else Model().bfloat16()
+    if layout == "columns":
+        for module in (model.up, model.down):
+            module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(1)]))
+    else:
+        fully_shard(model, mesh=mesh)
+    assert any(isinstance(value, DTensor) for value in model.parameters())
+    bcp.load(f"{path}/fp8", {"model": model}, cast=True)
+    return differing(model, expected)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "columns", "experts"])
+def test_each_rank_multiplies_its_part(tmp_path: Path, workers: WorkerPool, layout: str) -> None:
+    write = write_experts if layout == "experts" else write_model
+    torch.save(write(tmp_path / "fp8"), tmp_path / "expected.pt")
+    assert workers.run(load_on_ranks, str(tmp_path), layout, world_size=3) == [[]] * 3
