@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from bytecheckpoint.dtypes import SCALE_SUFFIXES
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, and_more
 from bytecheckpoint.name_maps.matching import NameIndex, NameMatch, Translation
 from bytecheckpoint.name_maps.operations import (
@@ -217,13 +218,25 @@ class _Application:
                 return True
         return False
 
+    def _is_weight_known(self, scales: str) -> bool:
+        return any(self._matches.get(scales.removesuffix(suffix)) is not None for suffix in SCALE_SUFFIXES)
+
     def _check_known(self, unmapped: Sequence[str], *, is_any_known: bool) -> None:
-        """Refuses a map that knows no name of the checkpoint, or not the `unmapped` names of its model."""
+        """Refuses a map that knows no name of the checkpoint, or not the `unmapped` names of its model. The caller may
+        keep those, but not the scales of weights that the map knows.
+        """
         if not is_any_known:
             raise refusal(
                 self._map,
                 f"it knows none of its {len(self._stored)} tensors as one of {self._map.sides[self._side]}"
                 + _examples(self._stored),
+            )
+        scales = [name for name in unmapped if name.endswith(SCALE_SUFFIXES) and self._is_weight_known(name)]
+        if scales:
+            raise refusal(
+                self._map,
+                f"it does not know {scales[0]!r:.200}, the scales of a quantized weight that it knows: load the model "
+                "under its own names with cast=True, and save it in full precision first",
             )
         if unmapped and not self._keep_unmapped:
             shown = and_more(unmapped, _NUM_SHOWN)

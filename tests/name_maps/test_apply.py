@@ -384,6 +384,15 @@ def test_what_has_no_counterpart_is_an_error_unless_it_is_kept_or_the_map_drops_
     assert_equal(carry_out(plan.tensors, megatron), model.llama | {"decoder.odd": np.ones(2)})
 
 
+@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
+def test_quantized_weights_are_refused_even_if_what_is_unknown_is_kept(suffix: str) -> None:
+    """The weight got another name, and was loaded without its scales."""
+    model = Model()
+    name = f"model.layers.0.mlp.down_proj.weight{suffix}"
+    with pytest.raises(CheckpointMismatchError, match=rf"does not know '{name}', the scales of a quantized weight"):
+        apply(model.llama | {name: np.ones(2)}, facts=model.facts, keep_unmapped=True)
+
+
 def test_what_is_none_of_the_model_stays_as_it_is() -> None:
     """Random state, and buckets of a distributed optimizer."""
     model = Model()
