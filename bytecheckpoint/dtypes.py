@@ -31,5 +31,7 @@ def itemsize(dtype: str) -> int:
     return size
 
 
+QUANTIZED_DTYPES = frozenset({"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "int8"})
+"""Dtypes of weights that may have a tensor of scales beside them."""
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
 """Behind the name of a quantized weight, they make the name of its scales."""

@@ -249,6 +249,18 @@ def hugging_face_folder(folder: Path) -> Case:
     return Case(folder / "m", found, lambda: trainer.new_state(9, 0.5), "Hugging Face (safetensors)")
 
 
+def hugging_face_folder_in_fp8(folder: Path) -> Case:
+    found = hugging_face_folder(folder)
+    tensors = dict(found.saved["model"].state_dict())
+    for name in [name for name, value in tensors.items() if value.dim() == 2]:
+        scales = torch.full((1, 1), 0.5)
+        numbers = tensors[name].to(torch.float8_e4m3fn)
+        tensors[name].copy_(numbers.float() * scales)
+        tensors |= {name: numbers, f"{name}_scale_inv": scales}
+    trainer.save_one(folder / "m", tensors)
+    return found
+
+
 def accelerate_folder(folder: Path) -> Case:
     saved = trainer.write(folder / "state", suffix="bin")
     (folder / "state" / "trainer_state.json").unlink()
@@ -419,6 +431,7 @@ CASES = [
     lightning_folder,
     trainer_folder,
     hugging_face_folder,
+    hugging_face_folder_in_fp8,
     accelerate_folder,
     accelerate_folder_of_fsdp,
     open_source_root,

@@ -12,10 +12,9 @@ import torch
 
 from bytecheckpoint.adapters.checkpoint_view import StoredTensor
 from bytecheckpoint.adapters.shards import LocalShard, torch_dtype
-from bytecheckpoint.dtypes import SCALE_SUFFIXES
+from bytecheckpoint.dtypes import QUANTIZED_DTYPES, SCALE_SUFFIXES
 from bytecheckpoint.region import whole
 
-_QUANTIZED = {"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "int8"}
 _FULL_PRECISION = {"bfloat16", "float16", "float32", "float64"}
 """Dtypes that have all values of the quantized ones, so that a product is rounded once."""
 
@@ -56,7 +55,7 @@ def scales_of(weight: StoredTensor, wanted_dtype: str, saved: Mapping[str, Store
     """Returns the name in `saved` of the scales of a stored weight that a load converts to `wanted_dtype`; None if it
     has no scales, or stays quantized.
     """
-    if weight.dtype not in _QUANTIZED or wanted_dtype not in _FULL_PRECISION:
+    if weight.dtype not in QUANTIZED_DTYPES or wanted_dtype not in _FULL_PRECISION:
         return None
     return next((name for suffix in SCALE_SUFFIXES if (name := weight.fqn + suffix) in saved), None)
 

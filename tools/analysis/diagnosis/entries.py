@@ -71,7 +71,8 @@ class Part:
     excluded: str = ""
     """Glob of what a load must leave out."""
     needs_cast: bool = False
-    """True for the `model` of DeepSpeed ZeRO whose weights are of several precisions: a load has to cast."""
+    """True for a model whose weights have scales, and for the `model` of DeepSpeed ZeRO whose weights are of several
+    precisions: a load has to cast."""
     is_generator: bool = False
     """True for a tensor that is the state of torch's CPU generator."""
     is_by_rank: bool = False

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
+from bytecheckpoint.dtypes import QUANTIZED_DTYPES, SCALE_SUFFIXES
 from bytecheckpoint.errors import and_more
 from bytecheckpoint.info import INTEGRATION, OWN_FORMAT
 from bytecheckpoint.manifest import Manifest
@@ -95,7 +96,14 @@ def _with_tensors(part: Part, tensors: Sequence[TensorEntry]) -> Part:
         num_tensors=len(tensors),
         num_elements=sum(tensor.num_elements for tensor in tensors),
         num_bytes=sum(tensor.num_bytes for tensor in tensors),
+        needs_cast=part.needs_cast or (part.kind == "model" and _have_scales(tensors)),
     )
+
+
+def _have_scales(tensors: Sequence[TensorEntry]) -> bool:
+    names = {tensor.fqn for tensor in tensors}
+    quantized = (tensor.fqn for tensor in tensors if tensor.dtype in QUANTIZED_DTYPES)
+    return any(f"{fqn}{suffix}" in names for fqn in quantized for suffix in SCALE_SUFFIXES)
 
 
 def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mapping[str, Any]) -> list[Part]:
@@ -175,7 +183,7 @@ def _has_extra_state_of_megatron(manifest: Manifest) -> bool:
 def _in_two_precisions(parts: Sequence[Part]) -> list[Part]:
     """Returns the parts, with a hint on each if they are the two copies of one model that ZeRO 1 and 2 save."""
     if {part.name for part in parts} != {"model", "module"}:
-        return [replace(part, needs_cast=_is_cast(part)) for part in parts]
+        return [replace(part, needs_cast=part.needs_cast or _is_cast(part)) for part in parts]
     hints = {"model": "a module in lower precision takes cast=True", "module": "`model` in the precision of training"}
     return [
         replace(
