@@ -331,7 +331,7 @@ def _report(source: Source, fitted: Fitted, match: Match, traffic: Traffic, seco
         path=source.path,
         step=source.manifest.step,
         save_id=source.manifest.save_id,
-        num_tensors=len(set(TargetShards.of(match.shards).fqns)) - match.num_scales,
+        num_tensors=match.num_tensors,
         num_bytes_read=num_bytes_read,
         num_bytes_received=num_bytes_received,
         missing=[problem.fqn for problem in fitted.findings.problems if problem.kind == "missing_key"],

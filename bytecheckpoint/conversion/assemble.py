@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from bytecheckpoint.adapters.checkpoint_view import StoredTensor
+from bytecheckpoint.adapters.native.weight_scales import WeightScales, name_of_scales
 from bytecheckpoint.adapters.shards import LocalShard, torch_dtype
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
@@ -44,7 +46,9 @@ class Elements:
     def __init__(self, source: Source, wanted: Sequence[WantedTensor]) -> None:
         self._source = source
         self._wanted = wanted
-        self._narrowed = {number for number, tensor in enumerate(wanted) if _is_narrowed(tensor, source.manifest)}
+        self._quantized = _quantized_weights(wanted, source.manifest)
+        """Quantized weights that become tensors of full precision, and their scales."""
+        self._narrowed = {number for number, tensor in enumerate(wanted) if self._is_narrowed(tensor)}
 
     def check_files(self) -> None:
         """Checks that the data files of the elements have their sizes and, if the options verify, that files to which a
@@ -54,6 +58,7 @@ class Elements:
         """
         source = self._source
         stored = {piece.fqn for tensor in self._wanted for piece in tensor.pieces if piece.fqn is not None}
+        stored.update(self._quantized)
         files = {file for fqn in stored for file in source.manifest.tensors[fqn].files}
         source.check_files(files, verify=source.options.verify)
 
@@ -63,8 +68,13 @@ class Elements:
         """
         source = self._source
         shards = [shard for job in jobs for shard in self._shards(job)]
+        scales = WeightScales(self._quantized)
+        for shard in shards:
+            scales.add(shard, shard.fqn)
+        shards += scales.places.values()
         fqns = [shard.fqn for shard in shards]
         source.read(source.plan_unchecked(shards, fqns), shards, fqns)
+        scales.multiply()
         for job in jobs:
             if job.tensor in self._narrowed:
                 self._refuse_overflow(job)
@@ -94,6 +104,16 @@ class Elements:
                     kind="dtype",
                 )
 
+    def _is_narrowed(self, wanted: WantedTensor) -> bool:
+        """Returns True if an element that is finite as stored may be infinite in the dtype that is wanted."""
+        if wanted.dtype not in FLOAT_DTYPES:
+            return False
+        fqns = {piece.fqn for piece in wanted.pieces if piece.fqn is not None}
+        stored = {self._source.manifest.describe(fqn)[0] for fqn in fqns}
+        if not fqns.isdisjoint(self._quantized):
+            stored.add("float32")  # that of a product
+        return any(dtype in FLOAT_DTYPES and _largest(dtype) > _largest(wanted.dtype) for dtype in stored)
+
     def _shards(self, job: Job) -> Iterator[LocalShard]:
         wanted = self._wanted[job.tensor]
         memory = torch.frombuffer(job.memory, dtype=torch.uint8).view(torch_dtype(wanted.dtype))
@@ -108,13 +128,16 @@ class Elements:
                 yield LocalShard(copy.fqn, wanted.dtype, shape, copy.source_region, shaped)
 
 
-def _is_narrowed(wanted: WantedTensor, manifest: Manifest) -> bool:
-    """Returns True if an element that is finite as stored may be infinite in the dtype that is wanted."""
-    if wanted.dtype not in FLOAT_DTYPES:
-        return False
-    fqns = {piece.fqn for piece in wanted.pieces if piece.fqn is not None}
-    stored = {manifest.describe(fqn)[0] for fqn in fqns}
-    return any(dtype in FLOAT_DTYPES and _largest(dtype) > _largest(wanted.dtype) for dtype in stored)
+def _quantized_weights(wanted: Sequence[WantedTensor], manifest: Manifest) -> dict[str, StoredTensor]:
+    """Returns the stored tensors whose product with their scales is wanted, and these scales, by FQN."""
+    dtypes = {piece.fqn: tensor.dtype for tensor in wanted for piece in tensor.pieces if piece.fqn is not None}
+    found: dict[str, StoredTensor] = {}
+    for (fqn, dtype), described in zip(dtypes.items(), manifest.describe_each(list(dtypes)), strict=True):
+        weight = StoredTensor(fqn, *described)
+        name = name_of_scales(weight, dtype, manifest.tensors)
+        if name is not None:
+            found |= {fqn: weight, name: StoredTensor(name, *manifest.describe(name))}
+    return found
 
 
 def _has_non_finite(tensor: torch.Tensor) -> bool:

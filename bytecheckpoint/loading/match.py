@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor
 from bytecheckpoint.adapters.collect import Entry
 from bytecheckpoint.adapters.expectation import Problem, not_stored
-from bytecheckpoint.adapters.native.weight_scales import ScaledShard, block_shape, place_for_scales, scales_of
+from bytecheckpoint.adapters.native.weight_scales import WeightScales
 from bytecheckpoint.adapters.shards import LocalShard, has_all_memory, shares_elements, torch_dtype
 from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
@@ -41,15 +41,18 @@ class Match(NamedTuple):
     same tensor subclass."""
     padding: list[torch.Tensor]
     """Memory of loaded tensors beyond the elements that the checkpoint has."""
-    scaled: Sequence[ScaledShard] = ()
-    """The shards that are filled with quantized weights, to be multiplied by their scales, which are shards as well."""
-    num_scales: int = 0
-    """Number of tensors of scales among the shards."""
+    scales: WeightScales | None = None
+    """Scales of quantized weights among the shards, if there are any; they are shards as well."""
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of the state's tensors of which a part is filled."""
+        num_scales = len(self.scales.places) if self.scales else 0
+        return len(set(TargetShards.of(self.shards).fqns)) - num_scales
 
     def multiply_scales(self) -> None:
-        with torch.inference_mode():  # some targets may be tensors of inference mode
-            for each in self.scaled:
-                each.multiply()
+        if self.scales is not None:
+            self.scales.multiply()
 
     def zero_padding(self) -> None:
         with torch.no_grad():
@@ -110,33 +113,20 @@ def _with_scales(match: Match, stored: CheckpointView) -> Match:
     """Adds the scales of quantized weights that are converted to full precision. Whatever include and exclude say:
     without them the weights would be other ones. A weight whose scales do not fit becomes a problem.
     """
-    places: dict[str, LocalShard] = {}
-    scaled: list[ScaledShard] = []
+    scales = WeightScales(stored.saved)
     unfit: list[int] = []
     for number, (shard, fqn) in enumerate(zip(match.shards, match.stored_fqns, strict=True)):
-        weight = stored.saved.get(fqn)
-        name = weight and scales_of(weight, shard.dtype, stored.saved)
-        if weight is None or name is None:
-            continue
-        scales = stored.saved[name]
-        match.claims.add(stored.rename(name))
-        blocks = block_shape(shard.global_shape, scales.shape)
-        if blocks is None:
-            text = (
-                f"{shard.fqn}: its scales {name} have shape {list(scales.shape)}, which does not tell the part of "
-                f"{list(shard.global_shape)} that each is for; load it as {weight.dtype}, with its scales"
-            )
-            match.problems.append(Problem("shape", shard.fqn, text))
+        try:
+            scales.add(shard, fqn)
+        except CheckpointMismatchError as error:
+            match.problems.append(Problem("shape", shard.fqn, f"{shard.fqn}: {error.message}"))
             unfit.append(number)
-            continue
-        if scales.fqn not in places:
-            places[scales.fqn] = place_for_scales(stored.rename(name), scales)
-        scaled.append(ScaledShard(shard, places[scales.fqn].tensor, blocks))
+    match.claims.update(map(stored.rename, scales.names))
     match = _without(match, unfit)
-    if not scaled:
+    if not scales.places:
         return match
-    shards, fqns = TargetShards([*match.shards, *places.values()]), [*match.stored_fqns, *places]
-    return match._replace(shards=shards, stored_fqns=fqns, scaled=scaled, num_scales=len(places))
+    shards = TargetShards([*match.shards, *scales.places.values()])
+    return match._replace(shards=shards, stored_fqns=[*match.stored_fqns, *scales.places], scales=scales)
 
 
 def _match_shards(match: Match, shards: TargetShards, stored: CheckpointView, *, cast: bool) -> Sequence[LocalShard]:

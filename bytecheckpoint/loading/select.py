@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
+from bytecheckpoint.adapters.checkpoint_view import StoredTensor
 from bytecheckpoint.adapters.key_map import Renamer
+from bytecheckpoint.adapters.native.weight_scales import name_of_scales
 from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, is_content_fqn, without_content
 from bytecheckpoint.adapters.plain.plain_tree import leaves
@@ -41,7 +43,7 @@ class SelectionRequest:
     keep_names: bool = False
     """Keep a prefix that all names have."""
     dtype: str | None = None
-    """Target dtype of tensors that have one of FLOAT_DTYPES."""
+    """Target dtype of tensors that have one of FLOAT_DTYPES, and of quantized weights, multiplied by their scales."""
     experts: str = ""
     """Names for the experts of an HF target: a key of EXPERT_NAMES, FUSED, or "" for those that `config.json` asks
     for."""
@@ -144,6 +146,10 @@ def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNam
             f"none of the {len(all_fqns)} tensors is left to convert; nothing was written: widen include and exclude",
             kind="conflict",
         )
+    scales = _scales_of(manifest, selected) if request.dtype is not None else {}
+    multiplied = set(scales.values())
+    left_out += _totals(manifest, multiplied, lambda _: "scales: the weights are written multiplied by them")
+    selected = [fqn for fqn in selected if fqn not in multiplied]
     prefix = ""
     if request.to == "hf" and not (request.keep_names or request.rename):
         prefix = names_of_map.prefix(selected) if names_of_map else _common_prefix(manifest, selected, trees)
@@ -153,7 +159,11 @@ def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNam
     stored = {fqn: manifest.aliases.get(fqn, fqn) for fqn in selected}
     first = {stored_fqn: fqn for fqn, stored_fqn in reversed(stored.items())}
     return Selection(
-        wanted=[_wanted(manifest, fqn, names[first[fqn]], request) for fqn in manifest.tensors if fqn in first],
+        wanted=[
+            _wanted(manifest, fqn, names[first[fqn]], request, has_scales=fqn in scales)
+            for fqn in manifest.tensors
+            if fqn in first
+        ],
         names=names,
         aliases={names[fqn]: names[first[name]] for fqn, name in stored.items() if first[name] != fqn},
         left_out=left_out,
@@ -186,9 +196,19 @@ def _of_whole_optimizers(all_fqns: Sequence[str], trees: Mapping[str, Any], requ
     return found
 
 
-def _wanted(manifest: Manifest, stored_fqn: str, name: str, request: SelectionRequest) -> WantedTensor:
+def _scales_of(manifest: Manifest, fqns: Sequence[str]) -> dict[str, str]:
+    """Returns the names of the scales of quantized weights, by the names under which the weights are stored."""
+    stored = list({manifest.aliases.get(fqn, fqn) for fqn in fqns})
+    weights = (StoredTensor(fqn, *each) for fqn, each in zip(stored, manifest.describe_each(stored), strict=True))
+    found = {weight.fqn: name_of_scales(weight, "float32", manifest.tensors) for weight in weights}
+    return {fqn: name for fqn, name in found.items() if name is not None}
+
+
+def _wanted(
+    manifest: Manifest, stored_fqn: str, name: str, request: SelectionRequest, *, has_scales: bool
+) -> WantedTensor:
     dtype, shape = manifest.describe(stored_fqn)
-    is_converted = request.dtype is not None and dtype in FLOAT_DTYPES
+    is_converted = request.dtype is not None and (dtype in FLOAT_DTYPES or has_scales)
     return same_tensor(name, request.dtype or dtype if is_converted else dtype, shape, stored_fqn=stored_fqn)
 
 

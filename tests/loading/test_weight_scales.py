@@ -4,7 +4,7 @@ products.
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from program_calls import call
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,8 +22,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.native.weight_scales import ScaledShard, block_shape
 from bytecheckpoint.adapters.shards import LocalShard
+from bytecheckpoint.conversion.assemble import Elements, Job
+from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone
+from bytecheckpoint.planner.copy_plan import same_tensor
 from bytecheckpoint.region import Region
 from distributed.workers import WorkerPool
+
+__all__ = ["call"]
 
 FP8 = torch.float8_e4m3fn
 NUM_EXPERTS, INNER, HIDDEN = 4, 128, 192
@@ -158,6 +164,45 @@ def test_any_region_of_any_blocks_is_the_product(data: st.DataObject) -> None:
     shard = LocalShard("w", "bfloat16", tuple(lengths), region, target)
     ScaledShard(shard, scales, tuple(blocks)).multiply()
     assert torch.equal(target, product_of(numbers, scales, tuple(blocks)).bfloat16()[inside])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("to", ["bcp", "hf", "dcp", "torch"])
+def test_a_conversion_to_full_precision_writes_the_products(tmp_path: Path, call: Any, to: str) -> None:
+    expected = write_model(tmp_path / "fp8")
+    ended = call("convert", tmp_path / "fp8", tmp_path / "out", "--to", to, "--dtype", "bfloat16")
+    assert ended.code == 0, ended.out
+    assert ended.out.count("(scales: the weights are written multiplied by them)") == 2
+    found = bcp.open(tmp_path / "out").state_dict()
+    assert found.keys() == expected.keys()
+    assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+
+
+def test_parts_of_a_weight_are_converted_one_by_one(tmp_path: Path) -> None:
+    expected = write_model(tmp_path / "fp8", torch.float32)["up.weight"]
+    source = open_alone(LoadTarget(str(tmp_path / "fp8"), "latest", None), bcp.LoadOptions())
+    elements = Elements(source, [same_tensor("w", "float32", tuple(expected.shape), stored_fqn="up.weight")])
+    found = torch.zeros(expected.numel())
+    ends = [0, 7, 300, 301, 40_000, 123_456, expected.numel()]
+    memory = memoryview(found.numpy()).cast("B")
+    elements.read([Job(0, first, end - first, memory[4 * first : 4 * end]) for first, end in pairwise(ends)])
+    assert torch.equal(found.view_as(expected), expected)
+
+
+def test_a_conversion_without_a_dtype_keeps_numbers_and_scales(tmp_path: Path, call: Any) -> None:
+    write_model(tmp_path / "fp8")
+    assert call("convert", tmp_path / "fp8", tmp_path / "out", "--to", "bcp").code == 0
+    stored, found = (bcp.open(tmp_path / name).state_dict() for name in ("fp8", "out"))
+    assert stored.keys() == found.keys()
+    assert all(torch.equal(value.view(torch.uint8), found[name].view(torch.uint8)) for name, value in stored.items())
+
+
+def test_a_conversion_refuses_a_product_that_would_become_infinite(tmp_path: Path, call: Any) -> None:
+    bcp.save(tmp_path / "run", {"weight": torch.full((4, 4), 400.0).to(FP8), "weight_scale": torch.tensor(1000.0)})
+    ended = call("convert", tmp_path / "run", tmp_path / "out", "--to", "bcp", "--dtype", "float16")
+    assert ended.code != 0
+    assert "it would become infinite" in ended.out + ended.err
+    assert not (tmp_path / "out" / "manifest.bcp").exists()
 
 
 class Experts(nn.Module):

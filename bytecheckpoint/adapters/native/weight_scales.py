@@ -5,7 +5,7 @@ for each row, or one alone. The weight is the product.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from bytecheckpoint.adapters.checkpoint_view import StoredTensor
 from bytecheckpoint.adapters.shards import LocalShard, torch_dtype
 from bytecheckpoint.dtypes import QUANTIZED_DTYPES, SCALE_SUFFIXES
+from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.region import whole
 
 _FULL_PRECISION = {"bfloat16", "float16", "float32", "float64"}
@@ -51,13 +52,54 @@ class ScaledShard(NamedTuple):
             target.narrow(row_dim, begin, end - begin).mul_(scales.narrow(row_dim, number, 1))
 
 
-def scales_of(weight: StoredTensor, wanted_dtype: str, saved: Mapping[str, StoredTensor]) -> str | None:
-    """Returns the name in `saved` of the scales of a stored weight that a load converts to `wanted_dtype`; None if it
-    has no scales, or stays quantized.
+class WeightScales:
+    """The scales of the quantized weights that shards are filled with."""
+
+    def __init__(self, saved: Mapping[str, StoredTensor]) -> None:
+        """`saved` has the tensors of a checkpoint by the names of their chunks."""
+        self._saved = saved
+        self.names: set[str] = set()
+        """Names of the scales in the checkpoint."""
+        self.places: dict[str, LocalShard] = {}
+        """Memory that a load has to fill with scales, by the name of their chunks."""
+        self._scaled: list[ScaledShard] = []
+
+    def add(self, shard: LocalShard, stored_fqn: str) -> None:
+        """Adds a shard if it is filled from a quantized weight with scales, and has full precision itself.
+
+        Raises CheckpointMismatchError (shape) if the scales do not fit the weight.
+        """
+        weight = self._saved.get(stored_fqn)
+        name = weight and name_of_scales(weight, shard.dtype, self._saved)
+        if weight is None or name is None:
+            return
+        self.names.add(name)
+        scales = self._saved[name]
+        blocks = block_shape(weight.shape, scales.shape)
+        if blocks is None:
+            raise CheckpointMismatchError(
+                f"its scales {name!r:.200} have shape {list(scales.shape)}, which does not tell the part of "
+                f"{list(weight.shape)} that each is for; load it as {weight.dtype}, with its scales",
+                kind="shape",
+            )
+        if scales.fqn not in self.places:
+            self.places[scales.fqn] = _memory_for(scales)
+        self._scaled.append(ScaledShard(shard, self.places[scales.fqn].tensor, blocks))
+
+    def multiply(self) -> None:
+        """Multiplies the shards, which are filled, by their scales."""
+        with torch.inference_mode():  # some targets may be tensors of inference mode
+            for each in self._scaled:
+                each.multiply()
+
+
+def name_of_scales(weight: StoredTensor, wanted_dtype: str, names: Container[str]) -> str | None:
+    """Returns the one of `names` that has the scales of a stored weight which is converted to `wanted_dtype`; None if
+    it has no scales, or stays quantized.
     """
     if weight.dtype not in QUANTIZED_DTYPES or wanted_dtype not in _FULL_PRECISION:
         return None
-    return next((name for suffix in SCALE_SUFFIXES if (name := weight.fqn + suffix) in saved), None)
+    return next((name for suffix in SCALE_SUFFIXES if (name := weight.fqn + suffix) in names), None)
 
 
 def block_shape(shape: tuple[int, ...], scales_shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -84,8 +126,7 @@ def _block_length(length: int, num_scales: int) -> int:
     return next((block for block in powers if -(-length // block) == num_scales), 0)
 
 
-def place_for_scales(fqn: str, scales: StoredTensor) -> LocalShard:
-    """Returns memory on the host for all scales of a weight, as a shard of this state FQN."""
+def _memory_for(scales: StoredTensor) -> LocalShard:
     shape = scales.shape
     memory = torch.empty(shape, dtype=torch_dtype(scales.dtype), device="cpu")
-    return LocalShard(fqn, scales.dtype, shape, whole(shape), memory, memory.data_ptr(), None, memory.nbytes)
+    return LocalShard(scales.fqn, scales.dtype, shape, whole(shape), memory, memory.data_ptr(), None, memory.nbytes)
