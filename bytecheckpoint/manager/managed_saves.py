@@ -261,8 +261,7 @@ class ManagedSaves:
 
     def _may_replace(self, owned: OwnedRoot, step: int) -> bool:
         """Returns True if the existing checkpoint of a step may be replaced: `overwrite` is set, or training has left
-        its branch, or an earlier manager committed it after this one had claimed the root.
-
+        its branch, or an earlier manager committed it after this one had claimed the root. Notes it as replaced then.
         Raises CheckpointExistsError if it is pinned or leased.
         """
         is_left, is_overwritten = step in self.abandoned, self._options.save.overwrite

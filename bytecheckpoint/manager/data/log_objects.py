@@ -88,7 +88,7 @@ def encode_record(record: LogRecord) -> bytes:
 
 
 def read_records(store: Store, logged: LoggedNames) -> dict[int, LogRecord] | None:
-    """Returns the records of all ranks; None if one was deleted meanwhile, and with a warning if one is damaged."""
+    """Returns the records of all ranks; None if one was deleted meanwhile, or is damaged: then it warns in the log."""
     try:
         return {rank: _decode(read_whole(store, name, max_bytes=_MAX_BYTES)) for rank, name in logged.names.items()}
     except CheckpointNotFoundError:
