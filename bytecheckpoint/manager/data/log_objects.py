@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.errors import CheckpointNotFoundError, UnsafeCheckpointError
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, read_whole
 
@@ -93,7 +93,9 @@ def read_records(store: Store, logged: LoggedNames) -> dict[int, LogRecord] | No
         return {rank: _decode(read_whole(store, name, max_bytes=_MAX_BYTES)) for rank, name in logged.names.items()}
     except CheckpointNotFoundError:
         return None
-    except (zlib.error, msgspec.DecodeError, RecursionError) as error:
+    except (zlib.error, msgspec.DecodeError, RecursionError, UnsafeCheckpointError) as error:
+        if isinstance(error, UnsafeCheckpointError) and error.kind != "limits_exceeded":
+            raise
         logger.warning(
             "the positions of step %d in %s are damaged (%s), and count as absent", logged.step, store, error
         )
