@@ -174,6 +174,7 @@ class _Copying:
         transfer(self._ranks, listener, self._image, takers=orders.takers, fetches=fetches, timeout_s=timeout_s)
 
     def _fetches(self, orders: _CopyOrders) -> list[Fetching]:
+        """Takes slots for what this rank is to hold, and returns what it fetches into them."""
         fetches = [self._fetching(order) for order in orders.orders]
         if orders.parity is not None:
             self._parity = self._parity or ParityBlock(self._slots, self._record, orders.parity, self._memory)
