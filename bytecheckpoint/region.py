@@ -235,6 +235,7 @@ def _separate(regions: list[Region]) -> list[list[Region]]:
 
 
 def _compare(regions: Iterable[Region]) -> Region | None:
+    """Returns a part that two of the regions share; None if none do. Compares all pairs."""
     for first, second in combinations(regions, 2):
         overlap = intersect(first, second)
         if overlap is not None:

@@ -122,7 +122,7 @@ class CheckpointManager:
         return f"{showable_url(self._root)}{' (read_only)' if self._options.read_only else ''}"
 
     def _open(self) -> OpenedRoot:
-        """Opens the root, on rank 0, without reading every step."""
+        """Claims the root, on rank 0, and begins the work in the background; only looks at it with `read_only`."""
         if self._options.read_only:
             return look_at(self._store, None, 0)
         options = self._options
@@ -193,6 +193,7 @@ class CheckpointManager:
                     try_to_end_attempts(self._store, choice.step)
 
     def _choose(self, step: int | Literal["latest"], failed: Mapping[int, str]) -> RestoreChoice:
+        """Chooses what to restore, and notes in the store that an attempt begins."""
         candidates = abandoned_steps.newest_steps(self._store, self._saves.new_branch)
         choice = choose_step(self._store, step, candidates, failed=failed)
         for number, why in choice.passed_over.items():

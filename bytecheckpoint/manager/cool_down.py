@@ -57,7 +57,7 @@ def copy_step(
         _copy_side_objects(source, source_folder, target, target_folder, manifest.save_id)
         return False
     if existing_id and existing_id not in may_replace:
-        raise _another_error(manifest.save_id, existing_id, join_name(str(target), target_folder))
+        raise _exists_error(manifest.save_id, existing_id, join_name(str(target), target_folder))
     replaced = files_of_checkpoint(target, target_folder) if existing_id else []
     _copy_files(source, source_folder, target, target_folder, manifest, on_file=on_file)
     _copy_side_objects(source, source_folder, target, target_folder, manifest.save_id)
@@ -145,7 +145,7 @@ def _refuse_unchecked(manifest: Manifest, path: str) -> None:
     )
 
 
-def _another_error(save_id: str, existing_id: str, path: str) -> CheckpointExistsError:
+def _exists_error(save_id: str, existing_id: str, path: str) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"another checkpoint, with the save id {existing_id}, stands at {path}, so that the one with the save id "
         f"{save_id} was not copied there; both were left as they are: delete the one there with bcp.delete, or copy to "

@@ -205,7 +205,7 @@ class ManagedSaves:
                 return None
             undo.pop_all()
         self.begun = BegunSave(step, began, handle, threading.Event())
-        note = partial(self._note_commit, step=step, metrics=checked, pin=pin)
+        note = partial(self._note_outcome, step=step, metrics=checked, pin=pin)
         handle.add_done_callback(partial(self._note_end, self.begun.is_noted, note))
         return handle
 
@@ -247,6 +247,7 @@ class ManagedSaves:
         )
 
     def _before_commit(self, owned: OwnedRoot, step: int, *, pin: bool) -> None:
+        """Writes what must be there before the manifest: the branch and the pin. Raises if the root has been lost."""
         owned.generation.check(outcome="Nothing of this save was committed. ")
         # Before the pin, so that the next manager knows which checkpoint was pinned ahead of its replacement.
         if self.new_branch is not None:
@@ -261,8 +262,7 @@ class ManagedSaves:
 
     def _may_replace(self, owned: OwnedRoot, step: int) -> bool:
         """Returns True if the existing checkpoint of a step may be replaced: `overwrite` is set, or training has left
-        its branch, or an earlier manager committed it after this one had claimed the root.
-
+        its branch, or an earlier manager committed it after this one had claimed the root. Notes it as replaced then.
         Raises CheckpointExistsError if it is pinned or leased.
         """
         is_left, is_overwritten = step in self.abandoned, self._options.save.overwrite
@@ -319,7 +319,7 @@ class ManagedSaves:
         finally:
             is_noted.set()
 
-    def _note_commit(self, handle: SaveHandle, *, step: int, metrics: Mapping[str, float], pin: bool) -> None:
+    def _note_outcome(self, handle: SaveHandle, *, step: int, metrics: Mapping[str, float], pin: bool) -> None:
         if (info := _committed(handle)) is None:
             self._goodput.failed()
             return

@@ -86,7 +86,7 @@ class Generation(NamedTuple):
         newest = max(_generation_numbers(self.store), default=0)
         if newest > self.number:
             raise CheckpointSaveError(
-                f"{self.store} belongs to another manager since this one was made: {_describe(self.store, newest)} "
+                f"{self.store} belongs to another manager since this one was made: {_claimant(self.store, newest)} "
                 f"claimed generation {newest}, this process (pid {os.getpid()} on {socket.gethostname()}) has "
                 f"{self.number}. {outcome}What the other one saves is safe: end this job, or the other one and then "
                 "start this one again. A program that only reads takes ManagerOptions(read_only=True), which claims "
@@ -165,7 +165,7 @@ def _earlier_prefixes(store: Store, number: int) -> tuple[str, ...]:
     return tuple(claim.save_id_prefix for claim in claims if claim is not None and claim.save_id_prefix)
 
 
-def _describe(store: Store, number: int) -> str:
+def _claimant(store: Store, number: int) -> str:
     try:
         found = _read_claim(store, number)
     except CheckpointError:

@@ -118,7 +118,7 @@ def report(store: Store, folder: str, metrics: Metrics, *, time: float) -> None:
 
     Raises CheckpointNotFoundError (not_committed), and ValueError as `check_metrics` does.
     """
-    save_id = _committed_save_id(store, folder)
+    save_id = _check_committed(store, folder)
     record = SaveRecord(save_id=save_id, time=time, metrics=_as_json(check_metrics(metrics)))
     name = join_name(folder, METRICS_FOLDER, f"{save_id}-{secrets.token_hex(4)}.json")
     _write(store, name, record)
@@ -130,7 +130,7 @@ def pin(store: Store, folder: str, *, time: float) -> None:
 
     Raises CheckpointNotFoundError (not_committed).
     """
-    _committed_save_id(store, folder)
+    _check_committed(store, folder)
     write_pin(store, folder, time=time)
     _withdraw_if_deleted(store, folder, join_name(folder, PIN_NAME))
     step = layout.parse_step(folder)
@@ -153,8 +153,8 @@ def _pin(time: float) -> dict[str, float]:
 
 
 def unwritten(store: Store, branch: Branch | None, pinned: int | None, clock: Callable[[], float]) -> list[RootObject]:
-    """Returns what `write_branch` and, for the step `pinned`, `write_pin` would write, for a recovery that commits
-    the save; nothing for None.
+    """Returns the objects that a recovery which commits the save has to write: those of the branch, and the pin of the
+    step `pinned`; either may be None.
     """
     objects = unwritten_branch(store, branch)
     if pinned is not None:
@@ -169,12 +169,12 @@ def unpin(store: Store, folder: str) -> None:
 
 
 def lease(store: Store, folder: str, *, until: float) -> str:
-    """Protects a committed checkpoint until a time. Returns the name of the lease inside the store: deleting that
-    object ends the lease.
+    """Protects a committed checkpoint until a time, in seconds since 1970. Returns the name of the lease inside the
+    store: deleting that object ends the lease.
 
     Raises CheckpointNotFoundError (not_committed).
     """
-    _committed_save_id(store, folder)
+    _check_committed(store, folder)
     name = join_name(folder, LEASES_FOLDER, f"{math.ceil(until)}-{secrets.token_hex(4)}")
     store.write(name, one_block(b"\n"), replace=False)
     _withdraw_if_deleted(store, folder, name)
@@ -346,7 +346,7 @@ def _record_of(info: CheckpointInfo) -> SaveRecord:
     return SaveRecord(save_id=info.save_id, time=time, num_bytes=info.num_bytes, metrics=_as_json(metrics))
 
 
-def _committed_save_id(store: Store, folder: str) -> str:
+def _check_committed(store: Store, folder: str) -> str:
     """Returns the save id of a checkpoint. Raises CheckpointNotFoundError (not_committed)."""
     save_id = layout.committed_save_id(store, folder)
     if not save_id:
@@ -360,9 +360,9 @@ def _committed_save_id(store: Store, folder: str) -> str:
 
 
 def _withdraw_if_deleted(store: Store, folder: str, name: str) -> None:
-    """Deletes an object and raises like `_committed_save_id` if the checkpoint beside it was deleted meanwhile."""
+    """Deletes an object and raises like `_check_committed` if the checkpoint beside it was deleted meanwhile."""
     try:
-        _committed_save_id(store, folder)
+        _check_committed(store, folder)
     except CheckpointNotFoundError:
         store.delete(name)
         raise

@@ -180,7 +180,7 @@ class TensorTable(Mapping[str, TensorRecord]):
             raise shared_bytes((fqns[first], fqns[second]), file, int(byte_offsets[second]))
 
     def _slice(self, first: int, last: int) -> Columns:
-        """Returns the columns of tensors `first` to `last`."""
+        """Returns the columns of the tensors from `first` on, before `last`."""
         columns = self.columns
         chunks = slice(self._first_chunks[first], self._first_chunks[last])
         return columns._replace(

@@ -285,7 +285,7 @@ def jobs_in_memory(roots: Sequence[str], location: str | None) -> list[JobInMemo
                         len(slots),
                         sum(slot.capacity for slot in slots),
                         _num_living(job),
-                        time.time() - _changed_s(job),
+                        time.time() - _changed_at_s(job),
                     )
                 )
     return found
@@ -306,7 +306,7 @@ def _num_living(job: JobFolder) -> int:
     return 0
 
 
-def _changed_s(job: JobFolder) -> float:
+def _changed_at_s(job: JobFolder) -> float:
     times = []
     for path in (job.versions, job.slots, job.path):
         with suppress(FileNotFoundError):

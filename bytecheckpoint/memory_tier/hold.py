@@ -243,7 +243,7 @@ def _leave_in_place(content: memoryview, byte_offset: int) -> None:
 
 
 class _StagedFiles:
-    """The data files in the slot of this rank: its own, and those of other ranks that it mirrors."""
+    """The data files that it writes to the slot of this rank: its own, and those of other ranks that it mirrors."""
 
     def __init__(self, prepared: PreparedSave, slots: JobMemory) -> None:
         agreed, ranks, plan = prepared.agree(), prepared.call.ranks, prepared.agree().rank_plan

@@ -174,6 +174,7 @@ class _Copying:
         transfer(self._ranks, listener, self._image, takers=orders.takers, fetches=fetches, timeout_s=timeout_s)
 
     def _fetches(self, orders: _CopyOrders) -> list[Fetching]:
+        """Takes slots for what this rank is to hold, and returns what it fetches into them."""
         fetches = [self._fetching(order) for order in orders.orders]
         if orders.parity is not None:
             self._parity = self._parity or ParityBlock(self._slots, self._record, orders.parity, self._memory)
@@ -184,7 +185,7 @@ class _Copying:
         """Returns one failure of any rank, the same on all ranks. If there is none, gives up older copies and returns
         an outcome without a failure; else those of saves that failed before give way to the next.
         """
-        reply = self._ranks.reduce_scatter(msgspec.msgpack.encode(own), _first_failure)
+        reply = self._ranks.reduce_scatter(msgspec.msgpack.encode(own), _joint_outcome)
         outcome = msgspec.msgpack.decode(reply, type=_CopyOutcome)
         if not outcome.failure:
             self._slots.keep_copies_of(self._record.save_id)
@@ -290,7 +291,7 @@ def _place_parity(payloads: Sequence[bytes], *, save_id: str) -> Sequence[bytes]
     return [msgspec.msgpack.encode(_CopyOrders(takers[rank], [], found.get(rank))) for rank in range(len(offers))]
 
 
-def _first_failure(payloads: Sequence[bytes]) -> Sequence[bytes]:
+def _joint_outcome(payloads: Sequence[bytes]) -> Sequence[bytes]:
     outcomes = [msgspec.msgpack.decode(payload, type=_CopyOutcome) for payload in payloads]
     failed = [outcome for outcome in outcomes if outcome.failure]
     # The error about bytes or a host says more than the errors of connections that were closed because of it.

@@ -276,7 +276,7 @@ class _Application:
             yield numbers, LayerTensor(name, fqn, None if is_one_value else layer, dtype, shape[1:])
 
     def _targets(self, groups: Mapping[_Group, Mapping[int, LayerTensor]]) -> Iterator[WantedTensor]:
-        """Yields the tensors of the other side; the layers of one tensor there are stacked."""
+        """Yields the tensors of the other side, and notes what `Mapped` tells of them; layers are stacked."""
         stacks: dict[str, dict[int, TargetTensor]] = {}
         one_values: dict[str, TargetTensor] = {}  # each for all layers
         for (around, rule, numbers), tensors in groups.items():

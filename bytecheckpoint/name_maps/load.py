@@ -20,7 +20,7 @@ from bytecheckpoint.name_maps.apply import MapInput, Mapped, MapRequest, apply_m
 from bytecheckpoint.name_maps.objects import mapped_objects
 from bytecheckpoint.name_maps.parameters import PlainValues
 from bytecheckpoint.name_maps.rewrite_manifest import relink
-from bytecheckpoint.name_maps.schema import MAX_TEXT_BYTES, MapFile, parse_map
+from bytecheckpoint.name_maps.schema import MAX_CHARACTERS, MapFile, parse_map
 from bytecheckpoint.options import NameMap
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
@@ -65,9 +65,8 @@ def choose(name: str) -> DirectedMap:
 
 def _text_of(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_TEXT_BYTES + 1)
-        return content.decode("utf-8")
+        with path.open(encoding="utf-8") as file:
+            return file.read(MAX_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise CheckpointMismatchError(

@@ -19,7 +19,7 @@ class PlainValues:
     """Values of a checkpoint's plain data and configuration, by FQN: bools, integers and texts."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
-        self._by_last: dict[str, list[tuple[str, object]]] = {}
+        self._by_last: dict[str, list[tuple[str, bool | int | str]]] = {}
         for fqn, value in values.items():
             if isinstance(value, bool | int | str):
                 self._by_last.setdefault(fqn.rpartition(".")[2], []).append((fqn, value))
@@ -40,8 +40,7 @@ class PlainValues:
                 "option of the name map that needs it yourself",
                 kind="conflict",
             )
-        found = matching[0][1] if matching else None
-        return found if isinstance(found, bool | int | str) else None
+        return matching[0][1] if matching else None
 
 
 class Options:

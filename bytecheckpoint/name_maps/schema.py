@@ -18,7 +18,7 @@ from bytecheckpoint.name_maps.expressions import SizeExpression
 from bytecheckpoint.name_maps.patterns import NameTemplate, Pattern, parse_pattern, parse_template
 
 FORMAT = 1
-MAX_TEXT_BYTES = 1 << 20
+MAX_CHARACTERS = 1 << 20
 VARIANT, STACKED = "variant", "stacked"
 """Options that every map has, where its sides have variants or can be stacked."""
 
@@ -189,8 +189,8 @@ class _Parser:
         )
 
     def _decode(self) -> _File:
-        if len(self._text) > MAX_TEXT_BYTES:
-            self._refuse("", f"it has {len(self._text)} characters, at most {MAX_TEXT_BYTES} are read")
+        if len(self._text) > MAX_CHARACTERS:
+            self._refuse("", f"it has more than {MAX_CHARACTERS} characters, the most that are read")
         try:
             raw = tomllib.loads(self._text)
         except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:

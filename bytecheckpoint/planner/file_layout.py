@@ -186,6 +186,7 @@ def _cut(num_bytes: int, *, num_parts: int) -> list[int]:
 
 
 def _split_at_blocks(extents: Iterable[int], block_bytes: int) -> list[int]:
+    """Returns the lengths of the extents, each cut where a block of the file ends."""
     split: list[int] = []
     room = block_bytes
     for extent in extents:

@@ -186,10 +186,11 @@ def _sole_parts(sole: SoleChunks) -> defaultdict[int, _FileParts]:
     of_files: defaultdict[int, _FileParts] = defaultdict(
         partial(_FileParts.of, np.zeros((0, len(FlatPart._fields)), np.int64))
     )
-    for file in np.unique(sole.files[sole.is_sole]).tolist():
-        wants = np.flatnonzero(sole.is_sole & (sole.files == file))
-        rows = wants, sole.byte_offsets[wants], sole.byte_lengths[wants], np.zeros_like(wants)
-        of_files[file] = _FileParts.of(np.stack(rows, axis=1))
+    wants = np.flatnonzero(sole.is_sole)
+    wants = wants[np.argsort(sole.files[wants], kind="stable")]
+    rows = np.stack([wants, sole.byte_offsets[wants], sole.byte_lengths[wants], np.zeros_like(wants)], axis=1)
+    files, firsts = np.unique(sole.files[wants], return_index=True)
+    of_files.update(zip(files.tolist(), map(_FileParts.of, np.split(rows, firsts)[1:]), strict=True))
     return of_files
 
 

@@ -100,6 +100,11 @@ def plan_recovery(parts_by_rank: Sequence[Sequence[StagedPart]], targets: Mappin
     loads = [0] * len(parts_by_rank)
     verdicts: list[RecoveryVerdict] = []
     busy = {part.folder for of_rank in parts_by_rank for part in of_rank if part.is_alive}
+    seers: dict[str, list[int]] = {}
+    """Part name -> ranks that see it."""
+    for rank, of_rank in enumerate(parts_by_rank):
+        for part in of_rank:
+            seers.setdefault(part.name, []).append(rank)
     claimed: dict[str, str] = {}
     """Folder -> id of the save that is chosen for it."""
     by_root: dict[str, tuple[bool, str]] = {}
@@ -117,10 +122,7 @@ def plan_recovery(parts_by_rank: Sequence[Sequence[StagedPart]], targets: Mappin
             by_root.setdefault(root, (is_step, folder or "the path itself"))
         verdicts.append(verdict)
         for part, uploads, commits in save.work(verdict):
-            seers = [
-                rank for rank, of_rank in enumerate(parts_by_rank) if any(other.name == part.name for other in of_rank)
-            ]
-            rank = min(seers, key=lambda seer: loads[seer])
+            rank = min(seers[part.name], key=loads.__getitem__)
             loads[rank] += sum(part.here[name] for name in uploads)
             committed = targets[folder].save_id or ""
             task = RecoveryTask(part.name, part.save_id, folder, uploads, commits, part.overwrite, committed)

@@ -237,8 +237,8 @@ class Arena:
             self.changed.notify_all()
 
     def _first_fit(self, length: int) -> int | None:
-        """Returns the first byte of a gap of this length; None if there is none. It is aligned for any dtype, or the
-        first byte of `bounds`.
+        """Returns the first byte of a gap of this length; None if there is none, or no more parts may be lent. It is
+        aligned for any dtype, or the first byte of `bounds`.
         """
         if len(self._lent) >= self._max_parts:
             return None

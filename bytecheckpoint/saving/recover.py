@@ -110,7 +110,7 @@ def recover(
     # After the other ranks have the outcome, because there may be thousands of files.
     for task, file_names in replaced:
         deletion.discard(store, task.folder, file_names)
-    saves = [_describe(store, verdict) for verdict in verdicts]
+    saves = [_recovered_save(store, verdict) for verdict in verdicts]
     if ranks.rank == COORDINATOR:
         _clean_up(store, verdicts)
         for save in saves:
@@ -347,7 +347,7 @@ def _clean_up(store: Store, verdicts: Sequence[RecoveryVerdict]) -> None:
             deletion.discard(store, folder, [] if is_committed else data)
 
 
-def _describe(store: Store, verdict: RecoveryVerdict) -> RecoveredSave:
+def _recovered_save(store: Store, verdict: RecoveryVerdict) -> RecoveredSave:
     outcome: Outcome = next(known for known in get_args(Outcome) if known == verdict.outcome)
     return RecoveredSave(
         path=join_name(str(store), verdict.folder),

@@ -38,6 +38,7 @@ from two_llamas import (
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
 from bytecheckpoint.loading import read
+from bytecheckpoint.name_maps.load import choose
 from bytecheckpoint.tools.main import cli
 from distributed.workers import WorkerError, WorkerPool
 
@@ -380,6 +381,17 @@ def test_plain_data_that_a_map_drops_is_gone_and_the_rest_stays(tmp_path: Path) 
     found = bcp.open(tmp_path / "model.pt", options=bcp.LoadOptions(name_map=str(tmp_path / "own.toml")))
     assert found.objects == {"model": {"deep": {"step": 4}}, "loss": 0.5}
     assert sorted(found) == ["h.0.weight"]
+
+
+def test_a_long_map_is_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "long.toml"
+    for comment in ("# " + "\xe9" * (1 << 19), "#" + "\xe9" * (1 << 19)):
+        text = f'{OWN}{comment}\n[[tensors]]\nours = "last"\ntheirs = "end"\n'
+        path.write_text(text, encoding="utf-8")
+        assert len(choose(str(path)).name_map.rules) == 2
+    path.write_text(OWN + "#" * (1 << 20))
+    with pytest.raises(CheckpointMismatchError, match="more than 1048576 characters"):
+        choose(str(path))
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", None])

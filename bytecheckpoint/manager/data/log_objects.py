@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.errors import CheckpointNotFoundError, UnsafeCheckpointError
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, read_whole
 
@@ -88,12 +88,14 @@ def encode_record(record: LogRecord) -> bytes:
 
 
 def read_records(store: Store, logged: LoggedNames) -> dict[int, LogRecord] | None:
-    """Returns the records of all ranks; None if one was deleted meanwhile, and with a warning if one is damaged."""
+    """Returns the records of all ranks; None if one was deleted meanwhile, or is damaged: then it warns in the log."""
     try:
         return {rank: _decode(read_whole(store, name, max_bytes=_MAX_BYTES)) for rank, name in logged.names.items()}
     except CheckpointNotFoundError:
         return None
-    except (zlib.error, msgspec.DecodeError, RecursionError) as error:
+    except (zlib.error, msgspec.DecodeError, RecursionError, UnsafeCheckpointError) as error:
+        if isinstance(error, UnsafeCheckpointError) and error.kind != "limits_exceeded":
+            raise
         logger.warning(
             "the positions of step %d in %s are damaged (%s), and count as absent", logged.step, store, error
         )

@@ -130,7 +130,7 @@ class LogWriter:
             name, record = item
             try:
                 if not self._generation.is_newest():
-                    self._stop()
+                    self._note_superseded()
                     return
                 self._store.write(name, one_block(encode_record(record)), replace=True)
             except BaseException:
@@ -157,7 +157,7 @@ class LogWriter:
             self._written[name] = step
             self._drop(list(self._written)[:-MAX_LOGGED_STEPS])
 
-    def _stop(self) -> None:
+    def _note_superseded(self) -> None:
         with self._lock:
             self._is_superseded = True
             self._waiting.clear()

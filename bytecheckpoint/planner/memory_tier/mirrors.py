@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from bytecheckpoint.planner.memory_tier.placement import Domain, RankPlace, place_copies
+from bytecheckpoint.planner.memory_tier.placement import Domain, LeastFilled, RankPlace, place_copies
 from bytecheckpoint.planner.write_items import ItemRegion
 from bytecheckpoint.region import Region
 
@@ -165,23 +165,22 @@ def place_missing(
     num_bytes = [sum(lengths[rank][number] for number in numbers) for rank, numbers in enumerate(alone)]
     plan = place_copies(places, num_bytes, copies)
     sent: dict[tuple[int, int], list[int]] = {}
-    held = [0] * len(places)
+    least = LeastFilled({rank: place.failure_domain for rank, place in enumerate(places)})
     for owner, targets in enumerate(plan.targets):
         for target in targets if alone[owner] else ():
             sent[owner, target] = list(alone[owner])
-            held[target] += num_bytes[owner]
+            least.held[target] += num_bytes[owner]
     short = {rank for rank in plan.short if alone[rank]}
     for owner, number in sorted(mirrors):
         used = {places[rank].failure_domain for rank in (owner, *mirrors[owner, number])}
         while len(used) < copies:
-            others = [rank for rank, place in enumerate(places) if place.failure_domain not in used]
-            if not others:
+            found = least.find(used)
+            if found is None:
                 short.add(owner)
                 break
-            target = min(others, key=lambda rank: (held[rank], rank))
-            used.add(places[target].failure_domain)
-            held[target] += lengths[owner][number]
-            sent.setdefault((owner, target), []).append(number)
+            used.add(places[found].failure_domain)
+            least.held[found] += lengths[owner][number]
+            sent.setdefault((owner, found), []).append(number)
     return MissingCopies(sent, sorted(short))
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+
+Holder = TypeVar("Holder", int, str)
 
 Domain = tuple[str, bool]
 """Label of a failure domain, or the id of a host that is its own, and True for the latter."""
@@ -116,7 +118,7 @@ def _place_greedily(places: Sequence[RankPlace], staged_bytes: Sequence[int], co
         key=lambda rank: (-pressure[places[rank].failure_domain], places[rank].failure_domain, places[rank].host, rank),
     )
     chosen: list[list[str]] = [[] for _ in places]
-    least = _LeastFilled(domains)
+    least = LeastFilled(domains)
     for turn in range(1, copies):
         partners: dict[str, str] = {}
         for rank in order:
@@ -132,20 +134,21 @@ def _place_greedily(places: Sequence[RankPlace], staged_bytes: Sequence[int], co
     return chosen
 
 
-class _LeastFilled:
-    """Finds the host that holds the least outside of a few domains, without a look at all hosts."""
+class LeastFilled(Generic[Holder]):
+    """Finds the host or rank that holds the least outside of a few domains, without a look at all of them."""
 
-    def __init__(self, domains: Mapping[str, Domain]) -> None:
-        self.held = dict.fromkeys(sorted(domains), 0)
-        """Bytes, by host. They may rise at any time."""
-        self._hosts: dict[Domain, list[tuple[int, str]]] = {}
-        for host in self.held:
-            self._hosts.setdefault(domains[host], []).append((0, host))
-        self._domains = sorted((of_domain[0], domain) for domain, of_domain in self._hosts.items())
+    def __init__(self, domains: Mapping[Holder, Domain]) -> None:
+        self.held: dict[Holder, int] = dict.fromkeys(sorted(domains), 0)
+        """Bytes, by holder. They may rise at any time."""
+        self._holders: dict[Domain, list[tuple[int, Holder]]] = {}
+        for holder in self.held:
+            self._holders.setdefault(domains[holder], []).append((0, holder))
+        tops = ((of_domain[0], domain) for domain, of_domain in self._holders.items())
+        self._domains: list[tuple[tuple[int, Holder], Domain]] = sorted(tops)
 
-    def find(self, used: Collection[Domain]) -> str | None:
-        """Returns the least filled host outside of these domains; None if there is none."""
-        skipped: list[tuple[tuple[int, str], Domain]] = []
+    def find(self, used: Collection[Domain]) -> Holder | None:
+        """Returns the least filled holder outside of these domains; None if there is none."""
+        skipped: list[tuple[tuple[int, Holder], Domain]] = []
         found = None
         while self._domains and found is None:
             top, domain = heapq.heappop(self._domains)
@@ -160,11 +163,11 @@ class _LeastFilled:
             heapq.heappush(self._domains, item)
         return found
 
-    def _top(self, domain: Domain) -> tuple[int, str]:
-        """Returns the bytes and the name of the least filled host of a domain. Corrects entries of the domain's heap,
-        which may be too low.
+    def _top(self, domain: Domain) -> tuple[int, Holder]:
+        """Returns the bytes of the least filled holder of a domain, and the holder. Corrects entries of the domain's
+        heap, which may be too low.
         """
-        heap = self._hosts[domain]
+        heap = self._holders[domain]
         while heap[0][0] != self.held[heap[0][1]]:
             heapq.heapreplace(heap, (self.held[heap[0][1]], heap[0][1]))
         return heap[0]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -145,6 +145,26 @@ def test_with_what_is_sent_every_file_is_in_enough_domains(
             assert len(held) >= min(copies, num_domains)
             assert owner in plan.short or len(held) >= copies
     assert place_missing(places, [[5] for _ in places], {(r, 0): [] for r in range(len(places))}, 1).sent == {}
+
+
+class Walked(list[RankPlace]):
+    """Counts how often all places are walked."""
+
+    num_walks = 0
+
+    def __iter__(self) -> Iterator[RankPlace]:
+        self.num_walks += 1
+        return super().__iter__()
+
+
+def test_the_places_are_not_walked_for_each_file_that_lacks_a_copy() -> None:
+    num_walks = []
+    for num_hosts in (4, 40):
+        places = Walked(RankPlace(f"host{rank}", None) for rank in range(num_hosts))
+        mirrors = {(rank, 0): [(rank + 1) % num_hosts] for rank in range(num_hosts)}
+        assert len(place_missing(places, [[5]] * num_hosts, mirrors, 3).sent) == num_hosts
+        num_walks.append(places.num_walks)
+    assert num_walks[0] == num_walks[1]
 
 
 def test_digests_that_differ_are_found_by_extent() -> None:
