@@ -135,7 +135,10 @@ class LogWriter:
                 self._store.write(name, one_block(encode_record(record)), replace=True)
             except BaseException:
                 with self._lock:
-                    self._waiting.appendleft(item)
+                    if self._is_needless(name, record.step):
+                        self._unneeded.append(name)  # it may have been written all the same
+                    else:
+                        self._waiting.appendleft(item)
                 raise
             self._work.note_progress()
             self._note_written(name, record.step)
@@ -150,12 +153,18 @@ class LogWriter:
 
     def _note_written(self, name: str, step: int) -> None:
         with self._lock:
-            if step <= self._committed or not name.startswith(f"{self.folder}/"):  # changed since this write began
+            if self._is_needless(name, step):
                 self._unneeded.append(name)
                 return
             self._written.pop(name, None)
             self._written[name] = step
             self._drop(list(self._written)[:-MAX_LOGGED_STEPS])
+
+    def _is_needless(self, name: str, step: int) -> bool:
+        """Returns True if a commit, or a new branch, has come since the write of this object began. The caller holds the
+        lock.
+        """
+        return step <= self._committed or not name.startswith(f"{self.folder}/")
 
     def _stop(self) -> None:
         with self._lock:
