@@ -161,9 +161,7 @@ class LogWriter:
             self._drop(list(self._written)[:-MAX_LOGGED_STEPS])
 
     def _is_needless(self, name: str, step: int) -> bool:
-        """Returns True if a commit, or a new branch, has come since the write of this object began. The caller holds the
-        lock.
-        """
+        """Returns True if a commit or a new branch makes this object needless. The caller holds the lock."""
         return step <= self._committed or not name.startswith(f"{self.folder}/")
 
     def _stop(self) -> None:
