@@ -77,6 +77,15 @@ def test_a_worker_shuffles_samples_whose_bytes_cannot_be_sent_as_they_are(sample
     assert all(torch.equal(each.to_dense(), sample.to_dense()) for (each,) in loader)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_worker_shuffles_nested_samples() -> None:
+    sample = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
+    streams = Streams({"a": ShuffleBuffer([sample] * 4, 2)}, rank=0, size=1, snapshot_every=1)
+    loader, _ = loader_of(streams, batch_size=1, num_workers=1)
+    arrived = [[part.tolist() for part in each.unbind()] for (each,) in loader]
+    assert arrived == [[[1.0, 1.0], [0.0, 0.0, 0.0]]] * 4
+
+
 @pytest.mark.parametrize(
     "sample",
     [
