@@ -281,12 +281,13 @@ def test_another_loader_that_nothing_counts_is_refused_at_the_save(workers: dict
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_an_iterator_from_before_is_out_of_date(workers: dict[str, Any]) -> None:
+def test_an_iterator_from_before_is_out_of_date(workers: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     streams = Streams(sources(), rank=0, size=1, endless=True, with_ids=True)
     loader = DataLoader(streams, batch_size=3, collate_fn=list, **workers)
     iterator = iter(loader)
     next(iterator)
     elastic_loader_of(loader)
+    assert ("what that pass has given" in caplog.text) == (workers["num_workers"] > 0)  # in this process it was counted
     with pytest.raises(RuntimeError, match="out of date"):
         take(iterator, 20)  # some were read ahead
 
