@@ -28,6 +28,7 @@ from bytecheckpoint.distributed.connection import missing
 from bytecheckpoint.memory_tier import pieces
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.staging.copy_slots import CopySlots, scan_copies
+from bytecheckpoint.staging.memory_slots import JobMemory
 from bytecheckpoint.storage.memory_root import slot_file
 from bytecheckpoint.storage.memory_root.job_folder import find_jobs
 from bytecheckpoint.storage.memory_root.slot_file import FoundSlot
@@ -312,6 +313,30 @@ def test_a_host_without_room_for_copies_costs_no_checkpoint(workers: WorkerPool,
         assert f"step_{step:08} goes on to storage without copies in memory: " in warning
         assert "the next save places its copies anew" in warning
     assert (len(of_coordinator), of_other) == (2, [])
+
+
+def save_failing_to_tidy(rank: int, world_size: int, folder: Path, to: str) -> tuple[str, list[str]]:
+    """Rank 1 cannot tidy up when all ranks hold the save."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    given = replace(options(folder, 0, world_size, copies=1), timeout_s=90)
+    with pytest.MonkeyPatch.context() as patch, noted_warnings() as logged, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if rank == 1:
+            patch.setattr(JobMemory, "settle", refuse)
+        info = bcp.save(folder / "ckpt", state_of(rank, 0), step=0, options=given, to=to).result()
+    return info.tier, [each for each in logged if "tidied" in each]
+
+
+@pytest.mark.parametrize("to", ["memory", "storage"])
+def test_a_rank_that_cannot_tidy_up_does_not_fail_alone(workers: WorkerPool, tmp_path: Path, to: str) -> None:
+    """The others had left the save, whose verdict it waited for, or waited in the next phase for this rank."""
+    started = time.monotonic()
+    (first, told), (second, told_other) = workers.run(save_failing_to_tidy, tmp_path, to, world_size=2)
+    assert (first, second, told, len(told_other)) == (to, to, [], 2)
+    assert time.monotonic() - started < 60
 
 
 def save_without_threads(
