@@ -134,11 +134,7 @@ class LogWriter:
                     return
                 self._store.write(name, one_block(encode_record(record)), replace=True)
             except BaseException:
-                with self._lock:
-                    if self._is_needless(name, record.step):
-                        self._unneeded.append(name)  # it may have been written all the same
-                    else:
-                        self._waiting.appendleft(item)
+                self._put_back(item)
                 raise
             self._work.note_progress()
             self._note_written(name, record.step)
@@ -150,6 +146,15 @@ class LogWriter:
     def _next(self) -> tuple[str, LogRecord] | None:
         with self._lock:
             return self._waiting.popleft() if self._waiting else None
+
+    def _put_back(self, item: tuple[str, LogRecord]) -> None:
+        """Puts a record whose write has failed first in line again, unless it has become needless meanwhile."""
+        name, record = item
+        with self._lock:
+            if self._is_needless(name, record.step):
+                self._unneeded.append(name)  # it may have been written all the same
+            else:
+                self._waiting.appendleft(item)
 
     def _note_written(self, name: str, step: int) -> None:
         with self._lock:
