@@ -209,12 +209,13 @@ def _beyond(folders: NumberedFolders, num_kept: int) -> list[NumberedFolder]:
 
 def is_whole(step: Path, *, since: float) -> bool:
     """Returns True if all roles of a step are committed, and the driver has written the state of its loader, all of it
-    after `since`, in seconds since 1970: older files are of an earlier run, whose steps this run replaces.
+    after `since`, in seconds since 1970: older files are of an earlier run, whose steps this run replaces. Returns
+    False, too, while the step cannot be looked at: an error would be that of rank 0 alone.
     """
-    roles = [path for path in step.iterdir() if path.is_dir() and path.name != _QUEUE] if step.is_dir() else []
     try:
+        roles = [path for path in step.iterdir() if path.is_dir() and path.name != _QUEUE] if step.is_dir() else []
         written = [path.stat().st_mtime for path in (step / _LOADER, *(role / MANIFEST_NAME for role in roles))]
-    except FileNotFoundError:
+    except OSError:
         return False
     return min(written) >= since - _COARSE_S
 
