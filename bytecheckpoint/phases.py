@@ -197,6 +197,7 @@ def run_warm_up(
         rank_plan = exchange_plans(ranks, local_plan).rank_plan
         staging_bytes = options.staging_bytes
         allocate(rank_plan.staged, process.buffers, local_plan.shards, staging_bytes=staging_bytes, memory_part=slots)
+        ranks.barrier()  # a rank that has no room is named on all of them
     ranks.close()
 
 

@@ -83,8 +83,8 @@ def _converted(convert: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _pack_tensor(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-        return leaf  # a save refuses sparse ones by their name
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
+        return leaf  # a save refuses sparse and nested ones by their name
     whole = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # Flattened first: neither a tensor without dimensions can be viewed as another type, nor one element with a stride.
     data = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()

@@ -4,6 +4,7 @@ read ahead is counted in `tracked_loader`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,8 @@ from bytecheckpoint.data.sources import (
 from bytecheckpoint.data.stream_position import SourceSnapshot, StreamPosition, position_of, tree_of
 from bytecheckpoint.data.stream_reader import Change, StreamReader, blocks_in_turn, pass_epoch
 from bytecheckpoint.errors import CheckpointMismatchError
+
+logger = logging.getLogger("bytecheckpoint")
 
 _REQUESTS, _UNCOUNTED, _COUNTINGS = 0, 1, 2
 """Places in the numbers that a process shares with its workers."""
@@ -252,6 +255,12 @@ class Streams(IterableDataset[Any]):
         """
         self.is_tracked = True
         self._reader = None
+        if int(self._flags[_UNCOUNTED]):
+            logger.warning(
+                "workers have begun a pass over bcp.data.Streams before bcp.DataLoaderState was made of their loader: "
+                "what that pass has given, and gives before it ends or is out of date, is not counted, so a save would "
+                "store the position before it. Call iter() on the loader again before the next step"
+            )
         self._num_countings += 1
         self._flags[_COUNTINGS] = self._num_countings
         self._flags[_UNCOUNTED] = 0

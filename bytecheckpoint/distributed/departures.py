@@ -74,9 +74,9 @@ class Departures:
         missing: Collection[int],
         has_failed: bool,
         look: Callable[[], object] | None = None,
-    ) -> None:
+    ) -> bool:
         """Waits, as the coordinator and for at most `limit_s`, until all but the missing ranks have left. If all ranks
-        have, removes these `keys` and those of the call, else lets the last rank that leaves do so.
+        have, removes these `keys` and those of the call, and returns True. Else the caller has to call `end_first`.
         """
         if missing:
             self._wait_for_others(limit_s, missing)
@@ -86,8 +86,8 @@ class Departures:
                 self._remove_all()
             else:
                 self._call.remove(*keys, *self._counters())
-            return
-        self.end_first(keys)
+            return True
+        return False
 
     def end_first(self, keys: Sequence[str] = ()) -> None:
         """Counts the coordinator as gone before ranks that are late. These can still read the last message; the last of

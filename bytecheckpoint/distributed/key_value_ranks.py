@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -55,8 +56,8 @@ class RankFailedError(Exception):
         self.error = error
 
 
-_OWN, _SHARED, _FAILURE = b"+", b"=", b"-"
-"""First byte of a message from the coordinator: for one rank; the same for all ranks; a rank has failed."""
+_OWN, _SHARED, _FAILURE, _LEFT = b"+", b"=", b"-", b"."
+"""First byte of a message from the coordinator: for one rank; the same for all; a rank has failed; the call is over."""
 
 
 class GroupRanks:
@@ -325,14 +326,12 @@ class GroupRanks:
         absent = {rank for rank, name in names if name in missing}
         limit_s = min(_CLOSE_S, self._timeout_s)
         keys = [*self._keys, *([*self._large_keys, *self._last_arrivals()] if self._has_failed else [])]
-        senders = self._blocks.senders(COORDINATOR)
-        self._departures.end(
-            keys,
-            limit_s,
-            missing=absent,
-            has_failed=self._has_failed,
-            look=lambda: self._departures.leave_for(self._attendance.ended_among(senders)),
-        )
+        departures, find = self._departures, partial(self._attendance.ended_among, self._blocks.senders(COORDINATOR))
+        has_failed, look = self._has_failed, lambda: departures.leave_for(find())
+        if not departures.end(keys, limit_s, missing=absent, has_failed=has_failed, look=look):
+            # For a rank that fails after the last message: it would wait for a verdict until its time limit.
+            keys += put_message(self._store, down_key(self._num_down, "all"), _LEFT)
+            departures.end_first(keys)
 
     def _last_arrivals(self) -> list[str]:
         """Returns the keys that count messages for this reader; they may stay if the last message never comes."""
@@ -361,6 +360,9 @@ class GroupRanks:
         if message[:1] == _FAILURE:
             self._leave(all_failed=True)
             raise RankFailedError(decode_failure(message))
+        if message == _LEFT:  # only a rank that fails after the last message reads on: see `_end`
+            self._has_given_up = True
+            return b""
         self._large_keys.clear()
         payload = message[1:]
         if number == 0:

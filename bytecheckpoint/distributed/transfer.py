@@ -16,6 +16,7 @@ import msgspec
 
 from bytecheckpoint.distributed.connection import Connection, PeerLeftError
 from bytecheckpoint.distributed.failures import no_thread
+from bytecheckpoint.distributed.liveness.failure_watch import watching
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Address, Listener, connect
 from bytecheckpoint.distributed.wire import HEADER, WireHeader, check_digest, damaged, seal, with_digest, without_digest
@@ -64,12 +65,20 @@ def transfer(
 ) -> None:
     """Fetches all pieces, and serves the pieces of the `offered` files that the ranks in `takers` fetch from this rank.
 
+    Ranks that take no part in it wait at the next message of the ranks.
+
     Raises CheckpointError (rank_missing) for a rank that is gone or stuck (not for a taker that is stuck once it has
     been sent everything: it misses the next message of the ranks), CheckpointError (rank_failed) if there can be no
-    more threads, CheckpointCorruptError (checksum) for bytes that were damaged on the way, and whatever `take` raises.
+    more threads, CheckpointCorruptError (checksum) for bytes that were damaged on the way, and whatever `take` raises;
+    RankFailedError if the call has failed on another rank.
     """
-    if takers or fetches:
+    if not takers and not fetches:
+        return
+    try:
         _Transfer(ranks, offered, timeout_s).run(listener, takers, fetches)
+    except PeerLeftError:
+        ranks.barrier()  # raises the error of the rank that failed
+        raise
 
 
 class _Transfer:
@@ -86,14 +95,14 @@ class _Transfer:
         self._futures: list[Future[None]] = []
 
     def run(self, listener: Listener, takers: Sequence[int], fetches: Sequence[Fetching]) -> None:
-        """Serves the takers and carries out the fetches. Raises the first error of any thread but PeerLeftError."""
+        """Serves the takers and carries out the fetches. Raises the first error of any thread."""
         num_threads = len(takers) + len(fetches) + 2 * MAX_UNAUTHENTICATED
         # Threads of its own: so many and no more, and with a lower priority, which a shared thread would keep.
         self._pool = ThreadPoolExecutor(num_threads, "bcp-copies", initializer=lower_priority)
         peers = {rank: self._ranks.global_ranks[rank] for rank in takers}
         unstarted = [*fetches]
         try:
-            with self._failing_together():
+            with self._failing_together(), watching(self._ranks, self._fail):
                 while unstarted:
                     self._start(self._fetch, unstarted[0])
                     del unstarted[0]
@@ -164,18 +173,19 @@ class _Transfer:
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """If the block fails, notes its error and interrupts the connections of this rank, except those that are still
-        being opened.
-        """
         try:
             yield
         except BaseException as error:
-            self._errors.append(error)
-            self._is_over.set()
-            for connection in (*self._inbound, *self._outbound):
-                if connection.is_established or connection in self._outbound:
-                    connection.interrupt()
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Notes the error and interrupts the connections of this rank, except those that are still being opened."""
+        self._errors.append(error)
+        self._is_over.set()
+        for connection in (*self._inbound, *self._outbound):
+            if connection.is_established or connection in self._outbound:
+                connection.interrupt()
 
     def _end(self) -> None:
         if self._errors:
@@ -186,7 +196,5 @@ class _Transfer:
         self._pool.shutdown()
         for connection in (*self._inbound, *self._outbound):
             connection.close()
-        # The error of a thread that was interrupted because another failed says less.
-        causes = [error for error in self._errors if not isinstance(error, PeerLeftError)]
-        for error in (*causes, *self._errors):
-            raise error
+        if self._errors:
+            raise self._errors[0]  # the others are of threads that were interrupted for it

@@ -26,6 +26,7 @@ from bytecheckpoint.integrations.megatron.folder import (
     non_persistent_root,
     numbered_folders,
 )
+from bytecheckpoint.integrations.shared.agreed_folders import record_together
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders
@@ -83,9 +84,10 @@ class BcpBridgeManager:
             "args": {name: value.item() for name, value in train_state.state_dict().items()},
         }
         num_kept = 1 if ctx.non_persistent_ckpt else config.most_recent_k
-        folders = self._numbered(folder) if num_kept is not None and num_kept > 0 and dist.get_rank() == 0 else None
-        if folders is not None:
-            folders.record(train_state.step)
+        is_limited = num_kept is not None and num_kept > 0
+        folders = self._numbered(folder) if is_limited and dist.get_rank() == 0 else None
+        if is_limited:
+            record_together(folder.decisions, folders, train_state.step)
         handle = folder.save(
             name_of(train_state.step),
             state,

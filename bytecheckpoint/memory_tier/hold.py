@@ -7,8 +7,8 @@ No slot of the version before is taken until then, so at any moment one complete
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -168,8 +168,9 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
         with together(ranks, doing, about=about), timer.phase("hold"):
             slots.doubt(agreed.save_id)
             ranks.reduce_scatter(divergent, partial(_warn_of_all, prepared))
-            slots.settle(agreed.save_id)
             slots.note_complete(reply.record)
+            with _tidying(slots):
+                slots.settle(agreed.save_id)
             if reply.manifest:
                 _tidy(slots, agreed.save_id, reply.num_on_host)
     except CheckpointError as error:
@@ -192,7 +193,8 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
     if memory is None or (memory.copies == 1 and not memory.parity):
         why = "its options have Memory(copies=1), so each byte is in the memory of one host"
         progress.never_reach("host", f"the save to {prepared.target.path} never survives a host: {why}")
-        part.slots.settle(held.record.save_id, is_protected=True)
+        with _tidying(part.slots):
+            part.slots.settle(held.record.save_id, is_protected=True)
         part.slots.keep_copies_of(held.record.save_id)
         return None
     with together(ranks, f"copying {about.path} to other hosts", about=about), timer.phase("copy"):
@@ -211,25 +213,32 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
 
 def _note_protected(slots: JobMemory, held: HeldSave) -> None:
     """Notes on this host that the save survives the loss of a host, or that none can where its copies or parity were
-    refused. Frees the slots of the earlier save that was kept for that loss. An OSError is only logged.
+    refused. Frees the slots of the earlier save that was kept for that loss.
     """
     save_id = held.record.save_id
-    try:
+    with _tidying(slots):
         if held.records_for_host:
             version_files.note_protected(slots.job, save_id)
         slots.settle(save_id, is_protected=True)
-    except OSError as error:
-        logger.warning("older memory checkpoints in %s could not be tidied up: %s", slots.job.path, error)
 
 
 def _tidy(slots: JobMemory, save_id: str, num_ranks_on_host: int) -> None:
     """Notes on this host that the save is complete, and frees slots that are no longer needed, but leaves two for each
-    of the host's ranks. An OSError is only logged: it costs no checkpoint.
+    of the host's ranks.
     """
-    try:
+    with _tidying(slots):
         version_files.mark_complete(slots.job, save_id)
         version_files.remove_stale_temporaries(slots.job)  # no other rank of this host writes manifests
         slots.trim(num_ranks_on_host)
+
+
+@contextmanager
+def _tidying(slots: JobMemory) -> Iterator[None]:
+    """Logs an OSError of the block. It costs no checkpoint, and if one rank raised it here, the others would not know:
+    they may have left the call, or wait for this rank in the next phase.
+    """
+    try:
+        yield
     except OSError as error:
         logger.warning("older memory checkpoints in %s could not be tidied up: %s", slots.job.path, error)
 

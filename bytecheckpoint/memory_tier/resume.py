@@ -331,6 +331,7 @@ class ResumeCall:
         with together(ranks, f"rebuilding {self._about.path} from parity", about=self._about):
             max_bytes, timeout_s = self._options.memory.max_bytes, self._options.timeout_s
             self._damaged += rebuild(ranks, memory, inputs, timeout_s=timeout_s, max_bytes=max_bytes)
+            ranks.barrier()  # a rank whose part is done learns here if another one fails
         ranks.close()
 
     def _note_damage(self, version: VersionPlan, hosts: Sequence[str], content: bytes, error: CheckpointError) -> None:
@@ -370,11 +371,11 @@ class ResumeCall:
         """Keeps the slots of the resumed version. Returns the number of its data files by the source from which all
         ranks together read them.
         """
-        _, memory = self._open_job()
-        memory.settle(version.save_id)
-        memory.note_load()
         ranks = join_ranks(self._group, self._options.timeout_s, about=self._about)
         with together(ranks, f"resuming {self._about.path}", about=self._about):
+            _, memory = self._open_job()
+            memory.settle(version.save_id)
+            memory.note_load()
             wanted = sorted(self._held.wanted) if self._held is not None else []
             use = msgspec.msgpack.encode(Use(memory.job.host, wanted))
             rebuilt = self._rebuilt.get(version.save_id, set())

@@ -77,9 +77,8 @@ class JobMemory:
 
     def take(self, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
         """Returns memory for an image with files of these lengths, in bytes, in a slot whose content is no longer
-        needed; without room for one, in that of a doubted save that has failed, or else of the newest save that
-        survives the loss of a host, if that is not the newest save. Called again for the same save, takes the same
-        slot.
+        needed; without room for one, in that of a doubted save that has failed, or else of the oldest of several saves
+        that are needed. Called again for the same save, takes the same slot.
 
         Raises CheckpointSaveError (no_space).
         """
@@ -283,31 +282,34 @@ class JobMemory:
 
     def _reserved_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
         """Returns a slot that is free and at least `num_bytes` long; without room for one, that of a doubted save that
-        has failed, or else of the `protected_save`, for which the free ones of this process are unlinked. Raises
-        CheckpointSaveError (no_space).
+        has failed, or else of the oldest needed save, if that is not the last one; for it the free ones of this process
+        are unlinked. Raises CheckpointSaveError (no_space).
         """
         if not self._failed.isdisjoint(self._needed()):
             with suppress(CheckpointSaveError):
                 return self._reserved_free_slot(self._needed(), num_bytes, max_bytes)
             self._settled, self._doubted = self._without_failed(), ""
-        needed = self._needed()
-        try:
-            return self._reserved_free_slot(needed, num_bytes, max_bytes)
-        except CheckpointSaveError:
-            protected = version_files.protected_save(self.job) if len(needed) > 1 else ""
-            protected_slot = next((slot for slot in self._slots if protected and slot.save_id == protected), None)
-            if protected_slot is None:
-                raise
-        for slot in [slot for slot in self._slots if slot.save_id not in needed]:  # their room is for the protected one
-            self._slots.remove(slot)
-            slot.remove()
-        self._reserve(protected_slot, num_bytes, max_bytes)
-        logger.warning(
-            "there is no room in %s for a slot beside those of the newest save and of the newest one that survives a "
-            "host: until copies of a save succeed again, the loss of a host costs what memory holds",
-            self.job.root,
-        )
-        return protected_slot
+        settled, held = self._settled, version_files.by_age(self.job, self._needed())
+        needed = held
+        while True:
+            try:
+                slot = self._reserved_free_slot(needed, num_bytes, max_bytes)
+                break
+            except CheckpointSaveError:
+                if len(needed) < 2:
+                    self._settled = settled
+                    raise
+            for slot in [slot for slot in self._slots if slot.save_id not in held]:  # their room is for another
+                self._slots.remove(slot)
+                slot.remove()
+            self._settled = needed = needed[1:]
+        if (protected := version_files.protected_save(self.job)) in held and protected not in needed:
+            logger.warning(
+                "there is no room in %s for a slot beside those of the newest save and of the newest one that survives "
+                "a host: until copies of a save succeed again, the loss of a host costs what memory holds",
+                self.job.root,
+            )
+        return slot
 
     def _reserved_free_slot(self, needed: Collection[str], num_bytes: int, max_bytes: int | None) -> Slot:
         own = [slot for slot in self._slots if slot.save_id not in needed]

@@ -77,6 +77,15 @@ def test_a_worker_shuffles_samples_whose_bytes_cannot_be_sent_as_they_are(sample
     assert all(torch.equal(each.to_dense(), sample.to_dense()) for (each,) in loader)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_worker_shuffles_nested_samples() -> None:
+    sample = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
+    streams = Streams({"a": ShuffleBuffer([sample] * 4, 2)}, rank=0, size=1, snapshot_every=1)
+    loader, _ = loader_of(streams, batch_size=1, num_workers=1)
+    arrived = [[part.tolist() for part in each.unbind()] for (each,) in loader]
+    assert arrived == [[[1.0, 1.0], [0.0, 0.0, 0.0]]] * 4
+
+
 @pytest.mark.parametrize(
     "sample",
     [
@@ -272,12 +281,13 @@ def test_another_loader_that_nothing_counts_is_refused_at_the_save(workers: dict
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_an_iterator_from_before_is_out_of_date(workers: dict[str, Any]) -> None:
+def test_an_iterator_from_before_is_out_of_date(workers: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     streams = Streams(sources(), rank=0, size=1, endless=True, with_ids=True)
     loader = DataLoader(streams, batch_size=3, collate_fn=list, **workers)
     iterator = iter(loader)
     next(iterator)
     elastic_loader_of(loader)
+    assert ("what that pass has given" in caplog.text) == (workers["num_workers"] > 0)  # in this process it was counted
     with pytest.raises(RuntimeError, match="out of date"):
         take(iterator, 20)  # some were read ahead
 

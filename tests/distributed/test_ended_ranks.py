@@ -306,6 +306,28 @@ def test_strangers_that_send_nothing_hold_few_descriptors_and_keep_no_rank_away(
     late.close()
 
 
+def test_a_link_that_was_closed_before_its_hello_arrived_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where many open links at once, or strangers connect and send nothing."""
+
+    def not_yet(*_: object) -> None:
+        raise BlockingIOError
+
+    leader, other = HostLinks(0, "127.0.0.1"), HostLinks(3, "127.0.0.1")
+    with monkeypatch.context() as patch:
+        patch.setattr(host_links, "MAX_SILENT", 0)
+        patch.setattr(HostLinks, "_admit", not_yet)
+        other.connect(0, leader.listen())
+        assert wait_until(lambda: 0 in other._open)
+        link = other._open[0]
+        leader.ended()
+    assert wait_until(lambda: not other.ended() and other._open.get(0, link) is not link)
+    assert wait_until(lambda: not leader.ended() and not leader.needs(3))
+    leader.close()
+    assert wait_until(lambda: not other.ended() and other.needs(0))
+    assert other.unreachable() == {}
+    other.close()
+
+
 def test_ranks_on_one_host_open_no_port() -> None:
     store = dist.HashStore()
     watches = [PeerWatch(store, rank, 3, 64) for rank in range(3)]

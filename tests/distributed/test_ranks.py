@@ -503,6 +503,35 @@ def test_nothing_of_a_call_stays_in_the_store_if_a_rank_leaves_late(
     assert store.num_keys() == 0
 
 
+@pytest.mark.parametrize("failing", [1, 5])
+@pytest.mark.parametrize("block_ranks", [3, 64])
+def test_a_rank_that_fails_after_the_last_message_does_not_wait_for_a_verdict(
+    monkeypatch: pytest.MonkeyPatch, block_ranks: int, failing: int
+) -> None:
+    """The others have left the call: it waited until its timeout, and its caller with it."""
+    monkeypatch.setattr(key_value_ranks_module, "_CLOSE_S", 0.5)
+    store = HashStore()
+    ranks = [
+        GroupRanks(lambda: call_store(store), rank, range(7), 60.0, block_ranks=block_ranks, call="save", watch=None)
+        for rank in range(7)
+    ]
+
+    def call(of_rank: Ranks) -> None:
+        with together(of_rank, "trying", about=ABOUT):
+            of_rank.barrier()
+            if of_rank.rank == failing:
+                raise KeyError("x")
+        of_rank.close()
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(7) as pool:
+        errors = [each.exception() for each in [pool.submit(call, of_rank) for of_rank in ranks]]
+    assert time.monotonic() - started < 30
+    assert [rank for rank, error in enumerate(errors) if error is not None] == [failing]
+    assert "KeyError" in str(errors[failing])
+    assert store.num_keys() == 0
+
+
 @pytest.mark.parametrize("counter", [departures_module.NUM_FAILURES, departures_module._NUM_LISTS])
 def test_a_rank_that_dies_before_it_puts_what_it_has_counted_holds_up_no_end(counter: str) -> None:
     store = HashStore()

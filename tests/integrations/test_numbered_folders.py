@@ -17,8 +17,11 @@ import torch
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.integrations.shared import numbered_folders
+from bytecheckpoint.integrations.shared.agreed_folders import on_rank_0, record_together
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders
 from bytecheckpoint.manager import retention
+from bytecheckpoint.manager.agreement.decisions import Decisions
+from distributed.workers import WorkerPool
 
 
 def save_of(folders: NumberedFolders, number: int, metadata: dict[str, Any] | None = None) -> bcp.SaveHandle:
@@ -210,6 +213,27 @@ def test_a_deletion_that_hangs_holds_no_save_for_ever(tmp_path: Path, monkeypatc
     released.set()
     monkeypatch.undo()
     folders.close(60)
+
+
+def record_while_a_deletion_hangs(rank: int, world_size: int, folder: Path) -> tuple[str, tuple[int, ...]]:
+    def begun() -> NumberedFolders:
+        folders = NumberedFolders(folder, "step-", storage_options=None)
+        folders._deleting = 1
+        return folders
+
+    decisions = Decisions(None, str(folder), timeout_s=60)
+    folders = on_rank_0(decisions, begun)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numbered_folders, "_HANGING_S", 0.2)
+        with pytest.raises(bcp.StorageError) as raised:
+            record_together(decisions, folders, 1)
+    assert record_together(decisions, folders, 2).sequence == 0
+    return raised.value.kind, raised.value.ranks
+
+
+def test_all_ranks_raise_that_a_deletion_hangs(workers: WorkerPool, tmp_path: Path) -> None:
+    """Rank 0 alone did, and the others waited for it in the save that it never began."""
+    assert workers.run(record_while_a_deletion_hangs, tmp_path, world_size=2) == [("unavailable", (0,))] * 2
 
 
 def test_files_of_others_stay_with_their_folder(tmp_path: Path) -> None:

@@ -223,6 +223,39 @@ def test_a_position_is_not_lost_when_a_request_fails(
         assert [logged.step for logged in manager.data_log()] == [7]
 
 
+def test_a_write_that_fails_while_training_leaves_its_branch_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was made into the folder of the branch before."""
+    monkeypatch.setattr(retried_work, "_SHORTEST_PAUSE_S", 0.01)
+    begun, may_fail = threading.Event(), threading.Event()
+    written: list[str] = []
+    write = LocalStore.write
+
+    def write_and_fail(store: LocalStore, name: str, *arguments: Any, **names: Any) -> None:
+        write(store, name, *arguments, **names)
+        if "data_log" in name:
+            written.append(name)
+            begun.set()
+            assert may_fail.wait(60)
+            if len(written) == 1:
+                raise StorageError("the connection broke", kind="unavailable")
+
+    trainer = Trainer()
+    with manager_at(tmp_path) as manager:
+        monkeypatch.setattr(LocalStore, "write", write_and_fail)
+        trainer.take()
+        manager.log_data(3, trainer.state)
+        assert begun.wait(60)
+        assert manager._data._log is not None
+        manager._data._log.begin_branch()
+        may_fail.set()
+        manager.wait()  # until the attempt has failed
+        manager.wait()
+    assert [name.rpartition("/")[2][:8] for name in written] == ["00000003"]
+    assert log_objects(tmp_path) == []
+
+
 def test_a_damaged_entry_counts_as_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = Trainer()
     with manager_at(tmp_path) as manager:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from bytecheckpoint.distributed.connection import missing
 from bytecheckpoint.memory_tier import pieces
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.staging.copy_slots import CopySlots, scan_copies
+from bytecheckpoint.staging.memory_slots import JobMemory
 from bytecheckpoint.storage.memory_root import slot_file
 from bytecheckpoint.storage.memory_root.job_folder import find_jobs
 from bytecheckpoint.storage.memory_root.slot_file import FoundSlot
@@ -313,6 +315,30 @@ def test_a_host_without_room_for_copies_costs_no_checkpoint(workers: WorkerPool,
     assert (len(of_coordinator), of_other) == (2, [])
 
 
+def save_failing_to_tidy(rank: int, world_size: int, folder: Path, to: str) -> tuple[str, list[str]]:
+    """Rank 1 cannot tidy up when all ranks hold the save."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    given = replace(options(folder, 0, world_size, copies=1), timeout_s=90)
+    with pytest.MonkeyPatch.context() as patch, noted_warnings() as logged, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if rank == 1:
+            patch.setattr(JobMemory, "settle", refuse)
+        info = bcp.save(folder / "ckpt", state_of(rank, 0), step=0, options=given, to=to).result()
+    return info.tier, [each for each in logged if "tidied" in each]
+
+
+@pytest.mark.parametrize("to", ["memory", "storage"])
+def test_a_rank_that_cannot_tidy_up_does_not_fail_alone(workers: WorkerPool, tmp_path: Path, to: str) -> None:
+    """The others had left the save, whose verdict it waited for, or waited in the next phase for this rank."""
+    started = time.monotonic()
+    (first, told), (second, told_other) = workers.run(save_failing_to_tidy, tmp_path, to, world_size=2)
+    assert (first, second, told, len(told_other)) == (to, to, [], 2)
+    assert time.monotonic() - started < 60
+
+
 def save_without_threads(
     rank: int, world_size: int, folder: Path, ranks: list[int]
 ) -> tuple[str, tuple[int, ...], str, str]:
@@ -386,18 +412,18 @@ def test_an_error_of_copies_with_which_the_save_ends_is_raised_once(workers: Wor
     assert workers.run(save_to_full_memory, tmp_path, world_size=2) == ["storage"] * 2
 
 
-def save_and_die(rank: int, world_size: int, folder: Path) -> tuple[str, str, tuple[int, ...], str]:
-    """Rank 1 dies when a copy is on its way."""
+def save_and_die(rank: int, world_size: int, folder: Path, dying_at: str) -> tuple[str, str, tuple[int, ...], str]:
+    """Rank 1 dies when it calls this function of the module `transfer`."""
 
     def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        given = options(folder, rank, 1)
+        given = replace(options(folder, rank, 1), timeout_s=90)
         bcp.save(folder / "ckpt", state_of(rank, 1), step=1, options=given, to="memory")
         if rank == 1:
-            patch.setattr(transfer, "check_digest", die)
+            patch.setattr(transfer, dying_at, die)
         handle = bcp.save(folder / "ckpt", state_of(rank, 2), step=2, async_save=True, options=given, to="memory")
         tier = handle.held("process").tier
         with pytest.raises(bcp.CheckpointError) as raised:
@@ -408,11 +434,16 @@ def save_and_die(rank: int, world_size: int, folder: Path) -> tuple[str, str, tu
     return tier, raised.value.kind, raised.value.ranks, tier_after
 
 
-def test_a_peer_that_dies_is_named_and_what_the_process_holds_stays(workers: WorkerPool, tmp_path: Path) -> None:
-    first, second, third = workers.run_each(save_and_die, tmp_path, world_size=3)
+@pytest.mark.parametrize("dying_at", ["connect", "check_digest"])
+def test_a_peer_that_dies_is_named_at_once_and_what_the_process_holds_stays(
+    workers: WorkerPool, tmp_path: Path, dying_at: str
+) -> None:
+    started = time.monotonic()
+    first, second, third = workers.run_each(save_and_die, tmp_path, dying_at, world_size=3)
     assert isinstance(second.error, WorkerDied)
     for outcome in (first, third):
         assert outcome.value == ("memory", "rank_missing", (1,), "memory")
+    assert time.monotonic() - started < 60  # a rank that was waited for would take all of 90
     own, _ = held_on(tmp_path, 0)
     assert len({name.partition("-")[0] for name in own}) == 2  # both steps
 

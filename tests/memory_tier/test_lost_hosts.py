@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import signal
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from faults.seams import Seam, before
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
+from bytecheckpoint.distributed import transfer
 from bytecheckpoint.memory_tier import rebuild
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.staging.copy_slots import scan_copies
@@ -189,6 +194,44 @@ def test_a_host_that_ranks_have_no_memory_to_rebuild_gives_way_to_an_older_versi
     ):
         assert (step, odd, sources["parity"]) == (0, [], 0)
         assert seconds < 60  # a rank that waited for another would wait for 90
+    workers.run(end_processes, world_size=3)
+
+
+def resume_failing(rank: int, world_size: int, folder: Path, hosts: list[int], failing: Seam, how: str) -> Any:
+    """Rank 2 dies, or has a bug, before it calls this function. Returns what the resume raises, and after how long."""
+
+    def fail() -> None:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise MemoryError
+
+    started = time.monotonic()
+    with before(failing, fail) if rank == 2 else nullcontext(), pytest.raises(bcp.CheckpointError) as raised:
+        resume(rank, world_size, folder, hosts, {**PARITY, "timeout_s": 90})
+    return raised.value.kind, raised.value.ranks, time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    ("failing", "how", "kind"),
+    [
+        (Seam(transfer, "connect"), "dies", "rank_missing"),
+        (Seam(rebuild._Rebuild, "fetches"), "raises", "rank_failed"),
+        (Seam(rebuild._Rebuild, "keep"), "dies", "rank_missing"),
+        (Seam(rebuild._Rebuild, "keep"), "raises", "rank_failed"),
+    ],
+    ids=str,
+)
+def test_a_rank_that_fails_in_a_rebuild_is_named_at_once(
+    workers: WorkerPool, tmp_path: Path, failing: Seam, how: str, kind: str
+) -> None:
+    workers.run(save, tmp_path, [0, 1, 2], range(1, 4), PARITY, world_size=3)
+    workers.run(end_processes, world_size=3)
+    shutil.rmtree(tmp_path / "host2")
+    outcomes = workers.run_each(resume_failing, tmp_path, [0, 1, 9], failing, how, world_size=3)
+    for outcome in outcomes[: 2 if how == "dies" else 3]:
+        assert outcome.error is None
+        assert outcome.value[:2] == (kind, (2,))
+        assert outcome.value[2] < 60  # a rank that was waited for would take all of 90
     workers.run(end_processes, world_size=3)
 
 

@@ -107,6 +107,20 @@ def test_a_rank_that_does_not_warm_up_is_named(workers: WorkerPool) -> None:
     assert workers.run(warm_up_alone, world_size=2)[0] == "rank_missing (1,)"
 
 
+def without_room(rank: int, world_size: int, failing: int) -> tuple[str, tuple[int, ...]]:
+    options = bcp.SaveOptions(timeout_s=60)
+    fails = raising(MemoryError()) if rank == failing else int
+    with before(Seam(phases, "allocate"), fails), pytest.raises(bcp.CheckpointError) as raised:
+        bcp.warm_up(state_of(rank, 1.0), options=options)
+    return raised.value.kind, raised.value.ranks
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_without_memory_for_a_warm_up_is_named_by_all(workers: WorkerPool, failing: int) -> None:
+    """The others had left the call: it raised alone, after it had waited for their verdict."""
+    assert workers.run(without_room, failing, world_size=2) == [("rank_failed", (failing,))] * 2
+
+
 def different_states(rank: int, world_size: int) -> str:
     try:
         bcp.warm_up({"x": torch.ones(3 + rank)})

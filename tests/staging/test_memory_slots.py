@@ -151,6 +151,31 @@ def test_a_save_that_is_complete_has_not_failed_though_this_rank_cannot_tidy_up(
     assert held(memory)[NEWEST] == {2}
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("is_known_here", [False, True])
+def test_without_room_for_a_third_slot_a_save_that_was_cut_short_holds_up_no_later_one(
+    tmp_path: Path, is_known_here: bool, is_restarted: bool
+) -> None:
+    """Where a rank ended before it knew whether a save is complete, all later ones failed until a resume. The newest
+    stays that this host has the manifest of: only such a save may be complete elsewhere.
+    """
+    memory = memory_of(tmp_path)
+    hold(memory, PROTECTED, MIB, is_protected=False)
+    memory.begin_save()
+    memory.take([MIB], max_bytes=None)[:] = b"\2" * MIB
+    memory.fill(NEWEST, 2, 0, [(0, 0)])
+    if is_known_here:
+        record = VersionRecord(NEWEST, 1, 2, 2, "step_00000002")
+        version_files.add_pending(memory.job, record, encode_manifest(Manifest(save_id=NEWEST, step=2)))
+    memory.doubt(NEWEST)
+    if is_restarted:
+        memory.close()
+        memory = memory_of(tmp_path)
+    memory.begin_save()
+    memory.take([MIB], max_bytes=5 * MIB // 2)
+    assert held(memory) == ({NEWEST: {2}} if is_known_here else {PROTECTED: {1}})
+
+
 @pytest.mark.parametrize("lengths", [[2 * MIB], [8 * MIB]])
 def test_without_a_protected_save_the_newest_stays(tmp_path: Path, lengths: Sequence[int]) -> None:
     memory = memory_of(tmp_path)

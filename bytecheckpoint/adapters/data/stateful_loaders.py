@@ -30,12 +30,17 @@ def _make_iterator(loader: Any) -> Any:
     iterator = getattr(loader, _MAKE)()
     num_taken = _num_taken(state)
     num_again = 0 if num_taken is None else getattr(iterator, "_num_yielded", 0) - num_taken
-    snapshot = getattr(iterator, "_snapshot", None)  # of a loader with workers
-    if num_again <= 0 or (snapshot is not None and num_again % (iterator._snapshot_interval or 1)):
+    if num_again <= 0:
         return iterator
     iterator._num_yielded -= num_again
-    if snapshot is not None:
+    snapshot = getattr(iterator, "_snapshot", None)  # of a loader with workers
+    if snapshot is None:
+        return iterator
+    if snapshot["_snapshot_step"] > num_again:  # else it is the one of the state, which was not counted twice
         snapshot["_snapshot_step"] -= num_again
+    # Workers were asked to take part in snapshots at counts that may no longer be those of a snapshot. None is needed:
+    # the next loader reads the dataset from its start in any case.
+    iterator._snapshot_interval = 0
     return iterator
 
 

@@ -22,7 +22,7 @@ from bytecheckpoint.runtime.threads import shared_threads
 _HELLO = struct.Struct("<16sI")
 """The token of the rank that listens, and the rank that connects."""
 _CLOSED = b"\0"
-"""Sent by a process that closes a link and goes on."""
+"""Sent by a process that closes a link and goes on. If it still listens, it did not know whose link that was."""
 _CONNECT_S = 2.0
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 4, 2, 3
 """A host that does not answer is known after 10 s."""
@@ -103,12 +103,15 @@ class HostLinks:
                 self._open_link(rank, (host, address.port), address.token)
                 return
 
-    def _connect_again(self, rank: int) -> None:
-        """Finds out why a link was reset: its other end has ended, or has given up a link that did not answer."""
+    def _connect_again(self, rank: int, *, was_reset: bool) -> None:
+        """Opens a link again that its other end has closed. If it was reset, finds out why: the other end has ended, or
+        has given up a link that did not answer.
+        """
         try:
             self._open_link(rank, *self._targets[rank])
         except ConnectionRefusedError:  # by a host that is there
-            self._ended.add(rank)
+            if was_reset:
+                self._ended.add(rank)
         except OSError:
             self._unreachable[rank] = time.monotonic()
 
@@ -138,6 +141,8 @@ class HostLinks:
     def close(self) -> None:
         """Closes all links; their other ends learn that this process lives on."""
         self._accept()
+        if self._listening is not None:  # first: an other end would open its link again
+            self._listening.close()
         for link in [*self._new, *self._open.values()]:
             _leave(link)
         self.forget()
@@ -152,9 +157,9 @@ class HostLinks:
 
     def _note(self, rank: int, link: socket.socket) -> None:
         """Notes what a link that has become readable shows."""
-        is_ended = is_reset = False
+        received, is_reset = None, False
         try:
-            is_ended = link.recv(1) == b""
+            received = link.recv(1)
         except (BrokenPipeError, ConnectionResetError):
             is_reset = True
         except (TimeoutError, OSError):  # keepalives without an answer, or no route
@@ -162,10 +167,10 @@ class HostLinks:
         if self._open.get(rank) is link:
             del self._open[rank]
         link.close()
-        if is_ended:
+        if received == b"":
             self._ended.add(rank)
-        elif is_reset and rank in self._targets:
-            self._begin(rank, lambda: self._connect_again(rank))
+        elif (is_reset or received == _CLOSED) and rank in self._targets:
+            self._begin(rank, lambda: self._connect_again(rank, was_reset=is_reset))
         elif is_reset:  # a process that ends resets only links with unread bytes: here the other end opens a new link
             self._unreachable[rank] = time.monotonic()
 

@@ -29,6 +29,7 @@ from bytecheckpoint.integrations.megatron.folder import (
     non_persistent_root,
 )
 from bytecheckpoint.integrations.megatron.plain import plain_arguments, with_classes, without_classes
+from bytecheckpoint.integrations.shared.agreed_folders import record_together
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder
@@ -141,7 +142,8 @@ def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
         known = checkpointing_context if checkpointing_context is not None else {}
         replaced = known.get(_OF_RUN + root) or ReplacedCheckpoints(folder)
         known[_OF_RUN + root] = replaced
-        replaced.folders.record(iteration)
+    if interval is not None:
+        record_together(folder.decisions, None if replaced is None else replaced.folders, iteration)
     handle = folder.save(
         RELEASE if release else name_of(iteration),
         state,

@@ -27,7 +27,6 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.integrations.shared.save_outcome import has_failed
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
-from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manager.retention import JOURNAL_FOLDER, delete_one, finish_deletions
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage import layout
@@ -349,20 +348,6 @@ class NumberedFolders:
             with self._changed:
                 self._deleting = None
                 self._changed.notify_all()
-
-
-def on_rank_0(decisions: Decisions, make: Callable[[], NumberedFolders]) -> NumberedFolders | None:
-    """Calls `make`, which looks at the folders, on rank 0, and returns its result there; returns None on other ranks.
-    If it fails, all ranks raise its error.
-    """
-    made: list[NumberedFolders] = []
-
-    def look() -> bool:
-        made.append(make())
-        return True
-
-    decisions.decide_together("looking at the checkpoints of the run", look, bool)
-    return made[0] if made else None
 
 
 def _without_links(found: list[NumberedFolder], *, root: str) -> list[NumberedFolder]:

@@ -87,8 +87,12 @@ class TrackedFolder(NamedTuple):
         ranks call this together. It first waits until the saves of this process have ended.
         """
         process_state().saves.wait_until_ended()
-        decisions = Decisions(None, self.shown(), timeout_s=self.timeout_s)
-        return decisions.decide_together("looking for a checkpoint", decide, kind)
+        return self.decisions.decide_together("looking for a checkpoint", decide, kind)
+
+    @property
+    def decisions(self) -> Decisions:
+        """Decisions of rank 0 about the folder."""
+        return Decisions(None, self.shown(), timeout_s=self.timeout_s)
 
     def read(self, *, content: str) -> str | None:
         """Returns the content of the tracker file without white space around it; None if there is no such file. Raises

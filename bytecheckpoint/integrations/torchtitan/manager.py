@@ -19,12 +19,13 @@ from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.integrations.dcp.calls import SaveFuture
+from bytecheckpoint.integrations.shared.agreed_folders import on_rank_0, record_together
 from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
 from bytecheckpoint.integrations.shared.loader_state import loader_state
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.model_weights import load_weights, save_weights
-from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders, on_rank_0
+from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders
 from bytecheckpoint.integrations.torchtitan.resume import LoadChoice, choose
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manager.agreement.stopping import rank_in, size_of
@@ -152,12 +153,12 @@ class BcpCheckpointManager(BaseCheckpointManager):
             options = replace(options, snapshot="lazy")
         if step in self._replaceable:
             options = replace(options, overwrite=True)
-        record = self._folders.record(step, model_only=model_only) if self._folders is not None else None
+        record = record_together(self._decisions, self._folders, step, model_only=model_only)
         handle = api.save(
             filesystem.join(self.folder, f"step-{step}"),
             state,
             async_save=async_save,
-            metadata=marked("torchtitan", None if record is None else record.as_metadata()),
+            metadata=marked("torchtitan", record.as_metadata()),
             storage_options=self.config.storage_options,
             options=options,
         )

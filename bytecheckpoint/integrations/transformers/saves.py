@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bytecheckpoint import api
+from bytecheckpoint.integrations.shared.agreed_folders import on_rank_0
 from bytecheckpoint.integrations.shared.mark import marked
-from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders, on_rank_0
+from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders
 from bytecheckpoint.integrations.shared.save_outcome import has_failed
 from bytecheckpoint.integrations.shared.text_file import write_text
 from bytecheckpoint.integrations.transformers.folders import (

@@ -19,8 +19,9 @@ from typing import Any
 
 from bytecheckpoint import api
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
+from bytecheckpoint.integrations.shared.agreed_folders import on_rank_0, record_together
 from bytecheckpoint.integrations.shared.mark import marked
-from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolder, NumberedFolders, on_rank_0
+from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolder, NumberedFolders
 from bytecheckpoint.integrations.shared.save_outcome import has_failed
 from bytecheckpoint.integrations.shared.text_file import write_text
 from bytecheckpoint.manager.agreement.decisions import Decisions
@@ -86,12 +87,13 @@ class RoleSaves:
         is_role = _STEP.fullmatch(place.parent.name) is not None
         folders = self._find_folders(place)
         step = place.parent if is_role else place
-        number = int(step.name.removeprefix(_PREFIX)) if folders is not None else 0
-        record = folders.record(number) if folders is not None else FolderRecord(sequence=0)
-        self._path = str(place)
-        if folders is not None and is_role:
+        number, record = 0, FolderRecord(sequence=0)
+        if _STEP.fullmatch(step.name) is not None:
+            number = int(step.name.removeprefix(_PREFIX))
             # A step is whole when all folders in it are committed, so the folder of this role has to exist before then.
-            place.mkdir(parents=True, exist_ok=True)
+            before = partial(place.mkdir, parents=True, exist_ok=True) if is_role else None
+            record = record_together(self._decisions(step.parent), folders, number, before=before)
+        self._path = str(place)
         handle = api.save(
             place,
             state,
@@ -146,10 +148,13 @@ class RoleSaves:
             return None
         root, below = (place.parent.parent, place.name) if is_role else (place.parent, "")
         if self._root != str(root) or is_resumed:
-            decisions = Decisions(None, str(root), timeout_s=self._options.timeout_s)
-            self._folders = on_rank_0(decisions, partial(self._begun, root, below, place if is_resumed else None))
+            begun = partial(self._begun, root, below, place if is_resumed else None)
+            self._folders = on_rank_0(self._decisions(root), begun)
             self._root = str(root)
         return self._folders
+
+    def _decisions(self, root: Path) -> Decisions:
+        return Decisions(None, str(root), timeout_s=self._options.timeout_s)
 
     def _begun(self, root: Path, below: str, resumed: Path | None) -> NumberedFolders:
         folders = self._folders
@@ -204,12 +209,13 @@ def _beyond(folders: NumberedFolders, num_kept: int) -> list[NumberedFolder]:
 
 def is_whole(step: Path, *, since: float) -> bool:
     """Returns True if all roles of a step are committed, and the driver has written the state of its loader, all of it
-    after `since`, in seconds since 1970: older files are of an earlier run, whose steps this run replaces.
+    after `since`, in seconds since 1970: older files are of an earlier run, whose steps this run replaces. Returns
+    False, too, while the step cannot be looked at: an error would be that of rank 0 alone.
     """
-    roles = [path for path in step.iterdir() if path.is_dir() and path.name != _QUEUE] if step.is_dir() else []
     try:
+        roles = [path for path in step.iterdir() if path.is_dir() and path.name != _QUEUE] if step.is_dir() else []
         written = [path.stat().st_mtime for path in (step / _LOADER, *(role / MANIFEST_NAME for role in roles))]
-    except FileNotFoundError:
+    except OSError:
         return False
     return min(written) >= since - _COARSE_S
 

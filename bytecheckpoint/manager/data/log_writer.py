@@ -134,8 +134,7 @@ class LogWriter:
                     return
                 self._store.write(name, one_block(encode_record(record)), replace=True)
             except BaseException:
-                with self._lock:
-                    self._waiting.appendleft(item)
+                self._put_back(item)
                 raise
             self._work.note_progress()
             self._note_written(name, record.step)
@@ -148,14 +147,27 @@ class LogWriter:
         with self._lock:
             return self._waiting.popleft() if self._waiting else None
 
+    def _put_back(self, item: tuple[str, LogRecord]) -> None:
+        """Puts a record whose write has failed first in line again, unless it has become needless meanwhile."""
+        name, record = item
+        with self._lock:
+            if self._is_needless(name, record.step):
+                self._unneeded.append(name)  # it may have been written all the same
+            else:
+                self._waiting.appendleft(item)
+
     def _note_written(self, name: str, step: int) -> None:
         with self._lock:
-            if step <= self._committed or not name.startswith(f"{self.folder}/"):  # changed since this write began
+            if self._is_needless(name, step):
                 self._unneeded.append(name)
                 return
             self._written.pop(name, None)
             self._written[name] = step
             self._drop(list(self._written)[:-MAX_LOGGED_STEPS])
+
+    def _is_needless(self, name: str, step: int) -> bool:
+        """Returns True if a commit or a new branch makes this object needless. The caller holds the lock."""
+        return step <= self._committed or not name.startswith(f"{self.folder}/")
 
     def _note_superseded(self) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+from collections.abc import Collection
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -135,6 +136,14 @@ def needed_saves(job: JobFolder) -> set[str]:
     complete = [number for number, version in enumerate(found) if version.is_complete]
     needed = {version.record.save_id for version in found[complete[-1] if complete else 0 :]}
     return needed | ({protected_save(job)} - {""})
+
+
+def by_age(job: JobFolder, save_ids: Collection[str]) -> list[str]:
+    """Returns these ids, first of saves that this host has no manifest of, so that they are complete nowhere, then from
+    the oldest to the newest save.
+    """
+    numbers = {version.record.save_id: version.record.number for version in read_versions(job)}
+    return sorted(save_ids, key=lambda save_id: numbers.get(save_id, -1))
 
 
 def _path(job: JobFolder, save_id: str, ending: str) -> str:

@@ -46,7 +46,8 @@ class Recounting:
 
     def __next__(self) -> int:
         self._iterator._num_yielded += 1
-        if self._interval is not None and self._iterator._num_yielded % self._interval == 0:
+        interval = getattr(self._iterator, "_snapshot_interval", 0)
+        if interval and self._iterator._num_yielded % interval == 0:
             self._iterator._snapshot["_snapshot_step"] = self._iterator._num_yielded
         return int(next(self._iterator.numbers))
 
@@ -69,12 +70,17 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", WRAPS)
-@pytest.mark.parametrize(("has_workers", "interval"), [(False, None), (True, 1), (True, 2)])
+@pytest.mark.parametrize(
+    ("has_workers", "intervals"),
+    [(False, [None] * 4), (True, [1] * 4), (True, [2] * 4), (True, [3, 2, 50, 1]), (True, [1, 7, 2, 4])],
+    ids=str,
+)
 def test_a_loader_goes_on_after_each_of_several_resumes_in_one_pass(
-    tmp_path: Path, case: str, has_workers: bool, interval: int | None
+    tmp_path: Path, case: str, has_workers: bool, intervals: list[int | None]
 ) -> None:
+    """Also where the interval of its snapshots is another one in each run, which may not divide their counts."""
     seen: list[int] = []
-    for run in range(4):
+    for run, interval in enumerate(intervals):
         loader = Recounting(has_workers=has_workers, interval=interval)
         if run:
             bcp.load(tmp_path / str(run - 1), {"loader": WRAPS[case](loader)})

@@ -142,3 +142,13 @@ def test_the_queue_of_a_driver_that_trains_while_it_generates_is_no_role(tmp_pat
     assert (tmp_path / TRACKER).read_text() == "2"
     saves.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_2", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_step_that_cannot_be_looked_at_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 alone would raise the error, or the thread that waits to write the tracker file would end."""
+
+    def refuse(_: Path) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert not is_whole(tmp_path, since=0.0)

@@ -1,0 +1,44 @@
+"""Calls of all ranks about the folders of a run, which rank 0 manages: what fails there is raised on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolders
+from bytecheckpoint.manager.agreement.decisions import Decisions
+
+
+def on_rank_0(decisions: Decisions, make: Callable[[], NumberedFolders]) -> NumberedFolders | None:
+    """Calls `make`, which looks at the folders, on rank 0, and returns its result there; returns None on other ranks.
+    If it fails, all ranks raise its error.
+    """
+    made: list[NumberedFolders] = []
+
+    def look() -> bool:
+        made.append(make())
+        return True
+
+    decisions.decide_together("looking at the checkpoints of the run", look, bool)
+    return made[0] if made else None
+
+
+def record_together(
+    decisions: Decisions,
+    folders: NumberedFolders | None,
+    number: int,
+    *,
+    model_only: bool = False,
+    before: Callable[[], object] | None = None,
+) -> FolderRecord:
+    """Calls `before`, then `record`, on rank 0, which has the `folders`. Returns the record on every rank. If either
+    fails, all ranks raise its error: else the others would begin the save, and wait for rank 0 in it.
+    """
+
+    def record() -> FolderRecord:
+        if folders is None:
+            raise RuntimeError("rank 0 has the folders")
+        if before is not None:
+            before()
+        return folders.record(number, model_only=model_only)
+
+    return decisions.decide_together("preparing a checkpoint", record, FolderRecord)
