@@ -312,7 +312,10 @@ def holds_tensor(value: Any) -> bool:
             if id(item) in seen:
                 continue
             seen.add(id(item))
-        stack += item.values() if isinstance(item, dict) else item if type(item) in {list, tuple} else ()
+        if isinstance(item, dict):
+            stack += item.values()
+        elif type(item) in {list, tuple, set, frozenset}:
+            stack += item
     return False
 
 
