@@ -272,6 +272,7 @@ class _PlainWalk:
         return self._items(value, fqn, levels_left)
 
     def _items(self, value: Mapping[Any, Any], fqn: str, levels_left: int) -> dict[Any, Any]:
+        """Returns the items as plain data, without extra state of modules if that goes to `extra`."""
         kept: dict[Any, Any] = type(value)() if isinstance(value, OrderedDict | Counter) else {}
         for key, item in value.items():
             is_kept = type(key) is str or (type(key) is int and key in MSGPACK_INTS)

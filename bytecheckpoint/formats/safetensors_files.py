@@ -164,6 +164,7 @@ def _add_tensors(builder: ManifestBuilder, headers: _Headers, wanted: Mapping[st
 
 
 def _read_headers(source: SourceFolder, names: Iterable[str]) -> _Headers:
+    """Returns the headers of the files. Adds the files and their metadata to the builder, and no tensors."""
     builder = source.builder
     parts: dict[str, dict[str, _FilePart]] = {}
     aliases: dict[str, str] = {}

@@ -119,7 +119,7 @@ def _add_frozen(models: list[SavedFile], zero: deepspeed_zero.ZeroBuilder) -> No
 
 
 def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None:
-    """Adds the data that is saved with the model, except the tensors in flat buffers."""
+    """Adds all of the model's file, client state too, but no tensor of flat buffers. `state` is None without ZeRO."""
     value, builder = saved.value, saved.builder
     flat = state.names if state else frozenset()
     shared = _tied(value)

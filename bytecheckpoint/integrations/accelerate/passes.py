@@ -161,7 +161,7 @@ def _wrap_init(cls: Any) -> None:
     cls.__init__ = note_order
 
 
-def _wrap(cls: Any) -> None:
+def _wrap_iter(cls: Any) -> None:
     original = cls.__iter__
 
     def begin_pass(loader: Any) -> Iterator[Any]:
@@ -232,4 +232,4 @@ def _begin_resumed(loader: Any, resume: ResumedPass) -> Callable[[], None]:
 
 _wrap_init(DataLoaderAdapter)
 for _cls in _LOADERS:
-    _wrap(_cls)
+    _wrap_iter(_cls)
