@@ -36,8 +36,8 @@ def save_weights(
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes the tensors, under the names in `weights`, to a folder of safetensors files at `path`, a local path or a
-    URL. Replaces the safetensors files of a model that are there; other files stay. Raises CheckpointExistsError if a
-    checkpoint of another format is there.
+    URL. All ranks call it. Replaces the safetensors files of a model that are there; other files stay. Raises
+    CheckpointExistsError if a checkpoint of another format is there.
 
     The weights are first saved as a checkpoint at `<path>.weights`, which is deleted once the folder is written; after
     an error it may stay. Raises the errors of a save and of a load.
