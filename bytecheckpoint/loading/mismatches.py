@@ -95,12 +95,12 @@ def merge_findings(
     state_names: Iterable[str],
     *,
     strict: bool,
-    ignored: Collection[str] = (),
-    other_name: str = "",
-    has_experts: bool = False,
-    sums: Sequence[str] = (),
-    sums_in_files: bool = False,
-    foreign_format: str = "",
+    ignored: Collection[str],
+    other_name: str,
+    has_experts: bool,
+    sums: Sequence[str],
+    sums_in_files: bool,
+    foreign_format: str,
 ) -> MergedFindings:
     """Returns, on every rank, everything that does not fit on some rank. With `strict`, raises one
     CheckpointMismatchError on every rank instead, if any of it is not of the `ignored` kinds, a rule matches nothing,
@@ -145,9 +145,9 @@ def merge_findings(
 
 
 def _unused_rules(stored: CheckpointView, top_level: set[str]) -> list[UnusedRule]:
-    """Returns the rules that match no name of the checkpoint, and none looked up. A glob of an entry's own name takes
-    nothing of what is below it. It may stand where the state lacks the entry, or beside globs that say the same: of
-    include where something below is loaded, of exclude where nothing is.
+    """Returns the rules that match no name of the checkpoint, and none looked up. A glob of an entry's own name, which
+    takes nothing of what is below it, counts as matching if it changes nothing: if the state lacks the entry; of
+    include, also if something of the entry is loaded; of exclude, also if nothing is.
     """
     for fqn in stored.names_of_all_ranks if stored.unmatched_rules else ():
         stored.takes(fqn)

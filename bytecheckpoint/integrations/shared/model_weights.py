@@ -64,9 +64,7 @@ def save_weights(
                 Path(between).rmdir()
 
 
-def load_weights(
-    path: str, weights: Any, *, options: LoadOptions, storage_options: Mapping[str, Any] | None = None
-) -> None:
+def load_weights(path: str, weights: Any, *, options: LoadOptions, storage_options: Mapping[str, Any] | None) -> None:
     """Fills modules, or tensors by their names, in place, and converts stored values to the dtypes of these. Rank 0
     logs a warning that names what else the checkpoint holds. Raises the errors of a load, also where a tensor is
     missing from the checkpoint.
