@@ -235,6 +235,7 @@ def read_universal(
 
 
 def _add_piece(saved: SavedFile, file: str, name: str, shape: tuple[int, ...] | None, zero: ZeroBuilder) -> None:
+    """Adds a file of a universal checkpoint: the weights, or one kind of state, of the parameter of this name."""
     value: Any = saved.value
     view = value.get("param") if isinstance(value, dict) else value
     key = file.removesuffix(_SUFFIX)

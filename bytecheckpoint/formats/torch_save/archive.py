@@ -119,6 +119,7 @@ class ZipArchive:
         return self._with_limits(found, directory.byte_offset)
 
     def _with_limits(self, entries: dict[str, tuple[int, int, int]], directory_offset: int) -> dict[str, ArchiveMember]:
+        """Returns the members, each with the offset by which it has to end: that of the next, or of the directory."""
         in_order = sorted(entries.items(), key=lambda item: item[1])
         limits = [header_offset for _, (header_offset, *_) in in_order[1:]] + [directory_offset]
         members = {}

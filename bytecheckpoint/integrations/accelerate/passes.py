@@ -173,6 +173,7 @@ def _wrap_iter(cls: Any) -> None:
 
 
 def _iterated(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+    """Yields the batches of a pass, and notes them in PASSES; the pass begins as RESUMES says."""
     core = core_of(loader)
     resume = RESUMES.pop(core, None)
     restore = _begin_resumed(loader, resume) if resume is not None else None
