@@ -276,7 +276,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
         _restore_at_first_forward(self._model_parts, report.restore_rng)
 
     def _state_with(self, fqn: str) -> str:
-        """Returns the name of the state that has this tensor: one of the run's, which may have a dot in it, if any has."""
+        """Returns the state of the run that has this tensor, whose name may have dots; else what is before a dot."""
         return next((name for name in self.states if is_at_or_below(fqn, {name})), fqn.partition(".")[0])
 
     def _load_state_of_torchtitan(self, path: str, stored: Mapping[str, Any]) -> None:
