@@ -95,7 +95,7 @@ class _Transfer:
         self._futures: list[Future[None]] = []
 
     def run(self, listener: Listener, takers: Sequence[int], fetches: Sequence[Fetching]) -> None:
-        """Serves the takers and carries out the fetches. Raises the first error of any thread."""
+        """Serves the takers and carries out the fetches. Raises as `_end`."""
         num_threads = len(takers) + len(fetches) + 2 * MAX_UNAUTHENTICATED
         # Threads of its own: so many and no more, and with a lower priority, which a shared thread would keep.
         self._pool = ThreadPoolExecutor(num_threads, "bcp-copies", initializer=lower_priority)
@@ -188,6 +188,7 @@ class _Transfer:
                 connection.interrupt()
 
     def _end(self) -> None:
+        """Waits until nothing is under way, and raises the first error, a PeerLeftError only if all are."""
         if self._errors:
             wait(self._futures, timeout=_TELL_S)
             self._is_interrupted.set()

@@ -77,7 +77,7 @@ def find_step(store: Store, step: int | None, listing: Mapping[str, int | None])
 
 
 def _latest(store: Store, listing: Mapping[str, int | None]) -> list[str]:
-    """Returns the names that folders of the step may have which tracker files in the root name."""
+    """Returns names that the folder of the latest step may have, by the tracker files in the root."""
     names = []
     for pointer in (_DEEPSPEED_LATEST, _MEGATRON_LATEST):
         num_bytes = listing.get(pointer)

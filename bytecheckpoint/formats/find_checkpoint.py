@@ -161,6 +161,8 @@ def from_root(path: str) -> str:
 def split_path(path: str) -> tuple[str, str]:
     """Returns the folder of a path or URL, and its name in that folder; the root itself and "" for a root."""
     stripped = path.rstrip("/")
+    if stripped.endswith(":") and path.startswith(f"{stripped}//"):  # a protocol alone
+        return path, ""
     parent, separator, name = stripped.rpartition("/")
     if not separator:
         return ("." if stripped else "/"), stripped

@@ -272,6 +272,7 @@ class _PlainWalk:
         return self._items(value, fqn, levels_left)
 
     def _items(self, value: Mapping[Any, Any], fqn: str, levels_left: int) -> dict[Any, Any]:
+        """Returns the items as plain data, without extra state of modules if that goes to `extra`."""
         kept: dict[Any, Any] = type(value)() if isinstance(value, OrderedDict | Counter) else {}
         for key, item in value.items():
             is_kept = type(key) is str or (type(key) is int and key in MSGPACK_INTS)
@@ -312,7 +313,10 @@ def holds_tensor(value: Any) -> bool:
             if id(item) in seen:
                 continue
             seen.add(id(item))
-        stack += item.values() if isinstance(item, dict) else item if type(item) in {list, tuple} else ()
+        if isinstance(item, dict):
+            stack += item.values()
+        elif type(item) in {list, tuple, set, frozenset}:
+            stack += item
     return False
 
 

@@ -143,6 +143,7 @@ class _Headers(NamedTuple):
 
 
 def _add_tensors(builder: ManifestBuilder, headers: _Headers, wanted: Mapping[str, Collection[str]]) -> None:
+    """Adds the tensors that are wanted, by file, put together from the parts in all files; then the aliases."""
     by_tensor: dict[str, list[_FilePart]] = {}
     for file, names in wanted.items():
         for fqn in (name for name in headers.parts[file] if name in names):
@@ -164,6 +165,7 @@ def _add_tensors(builder: ManifestBuilder, headers: _Headers, wanted: Mapping[st
 
 
 def _read_headers(source: SourceFolder, names: Iterable[str]) -> _Headers:
+    """Returns the headers of the files. Adds the files and their metadata to the builder, and no tensors."""
     builder = source.builder
     parts: dict[str, dict[str, _FilePart]] = {}
     aliases: dict[str, str] = {}
@@ -199,6 +201,7 @@ def _header(file: FileReader) -> SafetensorsHeader:
 
 
 def _sharding(header: SafetensorsHeader, path: str) -> Mapping[str, Any] | None:
+    """Returns where the parts in a file belong, as DCP notes it by tensor name; None for a file of whole tensors."""
     text = header.metadata.get(_SHARDING)
     if text is None:
         return None

@@ -237,6 +237,7 @@ class _Found(msgspec.Struct):
 
 
 def _find(folder: TrackedFolder, tag: str | int | None) -> _Found:
+    """Returns what a checkpoint holds, by default that of `latest`. Without that file, warns and returns `_Found()`."""
     name = str(tag) if tag is not None else folder.read(content="the name")
     if name is None:
         logger.warning(

@@ -184,7 +184,9 @@ def _checkpoint_at(path: str) -> ray.train.Checkpoint:
 
 
 def _refuse_repeated(found: ray.train.Checkpoint) -> None:
-    """Raises ValueError if Ray keeps a checkpoint of this path: to delete that one would delete the folder of both."""
+    """Raises ValueError if Ray keeps a checkpoint of this path: to delete that one would delete the folder of both.
+    Else notes the path as reported; waits for Ray at the first report, and at a path that is noted.
+    """
     # Ray's own list lacks reports that are on their way, and asking for all of it would make each report wait.
     known = _REPORTED.setdefault(ray.train.get_context().get_storage(), set())
     if not known or found.path in known:

@@ -60,8 +60,8 @@ class Match(NamedTuple):
                 memory.zero_()
 
     def count_changes(self) -> None:
-        """Raises the version counters of the filled tensors, so that a backward pass over the old values fails as after
-        any other change in place: torch does not see how the bytes get there.
+        """Increments the version counters of the filled tensors, so that a backward pass over the old values fails as
+        after any other change in place: torch does not see how the bytes get there.
         """
         targets = TargetShards.of(self.shards)
         changed = [*targets.tensors, *targets.owners]

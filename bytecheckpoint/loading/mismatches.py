@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 
 import msgspec
 import numpy as np
@@ -95,12 +95,12 @@ def merge_findings(
     state_names: Iterable[str],
     *,
     strict: bool,
-    ignored: Collection[str] = (),
-    other_name: str = "",
-    has_experts: bool = False,
-    sums: Sequence[str] = (),
-    sums_in_files: bool = False,
-    foreign_format: str = "",
+    ignored: Collection[str],
+    other_name: str,
+    has_experts: bool,
+    sums: Sequence[str],
+    sums_in_files: bool,
+    foreign_format: str,
 ) -> MergedFindings:
     """Returns, on every rank, everything that does not fit on some rank. With `strict`, raises one
     CheckpointMismatchError on every rank instead, if any of it is not of the `ignored` kinds, a rule matches nothing,
@@ -145,9 +145,9 @@ def merge_findings(
 
 
 def _unused_rules(stored: CheckpointView, top_level: set[str]) -> list[UnusedRule]:
-    """Returns the rules that match no name of the checkpoint, and none looked up. A glob of an entry's own name takes
-    nothing of what is below it. It may stand where the state lacks the entry, or beside globs that say the same: of
-    include where something below is loaded, of exclude where nothing is.
+    """Returns the rules that match no name of the checkpoint, and none looked up. A glob of an entry's own name, which
+    takes nothing of what is below it, counts as matching if it changes nothing: if the state lacks the entry; of
+    include, also if something of the entry is loaded; of exclude, also if nothing is.
     """
     for fqn in stored.names_of_all_ranks if stored.unmatched_rules else ():
         stored.takes(fqn)
@@ -234,8 +234,7 @@ def _mismatch(
     for fqn in merged.unexpected:
         near = _near(fqn, missing) if len(lines["unexpected_key"]) < _NUM_SHOWN else ""
         lines["unexpected_key"].append(f"{fqn}: in the checkpoint, not in the state{near}")
-    for rule in merged.unused:
-        lines["conflict"].append(_unused_text(rule, stored))
+    lines["conflict"] += _unused_texts(merged.unused, stored)
     found = {kind: of_kind for kind, of_kind in lines.items() if of_kind and kind not in ignored}
     if not merged.fills and not found:
         found["conflict"] = [_nothing_text(stored, top_level)]
@@ -260,16 +259,22 @@ def refuse_unused(stored: CheckpointView, path: str) -> None:
         stored.takes(fqn)
     unused = stored.unmatched_rules
     if unused:
-        texts = "; ".join(_unused_text(rule, stored) for rule in unused)
+        texts = and_more(_unused_texts(unused, stored), _NUM_SHOWN, "; ")
         raise CheckpointMismatchError(f"{texts}; nothing was read: check the names", kind="conflict", path=path)
 
 
-def _unused_text(rule: UnusedRule, stored: CheckpointView) -> str:
-    names = stored.names_of_all_ranks
+def _unused_texts(rules: Sequence[UnusedRule], stored: CheckpointView) -> list[str]:
+    """Says of each rule that it matches nothing; of those that an error shows, with advice, which takes time."""
+    names = stored.names_of_all_ranks if rules else set()
     parts = (name.split(".") for name in names)
     around = {".".join(of_name[:count]) for of_name in parts for count in range(1, len(of_name))}
+    advice = [_advice_on(rule, names, around) for rule in rules[:_NUM_SHOWN]]
+    return [f"{rule} matches nothing in the checkpoint{how}" for rule, how in zip_longest(rules, advice, fillvalue="")]
+
+
+def _advice_on(rule: UnusedRule, names: set[str], around: set[str]) -> str:
+    """Returns what may have been meant: names below the rule, or a near name; `around` are names above those."""
     wanted = rule.rule if rule.option != "key_map" else rule.rule.strip("()'\"").split("'")[0]
-    text = f"{rule} matches nothing in the checkpoint"
     above = {wanted} & around
     if not above and rule.option != "key_map":
         above = set(filter(partial(fnmatchcase, pat=wanted), around))
@@ -278,10 +283,10 @@ def _unused_text(rule: UnusedRule, stored: CheckpointView) -> str:
         below = min(name for name in names if name.startswith(starts))
         advised = glob.escape(wanted) if wanted in above else wanted
         advice = "" if rule.option == "key_map" else f": {advised + '.*'!r} matches them"
-        return f"{text}, which has names below it, as {below}{advice}"
+        return f", which has names below it, as {below}{advice}"
     candidates = sorted(names | around, key=len)[:_NUM_MATCHED]
     near = get_close_matches(wanted.rstrip(".*"), candidates, n=1, cutoff=0.5)
-    return f"{text} (near: {near[0]})" if near else text
+    return f" (near: {near[0]})" if near else ""
 
 
 def _nothing_text(stored: CheckpointView, top_level: set[str]) -> str:

@@ -14,7 +14,7 @@ from foreign_files import assert_same
 from safetensors.torch import save, save_file
 
 import bytecheckpoint as bcp
-from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint
+from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint, split_path
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -180,6 +180,11 @@ def test_what_is_no_path_is_not_taken_for_one_below_this_folder(path: str) -> No
         bcp.open(path)
     assert caught.value.kind == "unsupported"
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("root", ["memory://", "s3://bucket", "/"])
+def test_a_root_has_no_folder_above_it(root: str) -> None:
+    assert split_path(root) == (root, "")
 
 
 def unstacked(stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -146,6 +146,15 @@ def test_what_a_rank_has_of_its_own_is_kept(tmp_path: Path) -> None:
     assert "rank_1.same.0" not in plain_leaves(checkpoint)
 
 
+def test_the_tensors_of_a_set_are_kept_for_each_rank(tmp_path: Path) -> None:
+    for rank in range(2):
+        with as_rank(rank, 2):
+            state = {"w": sharded_tensor(WHOLE["layers.1.weight"], rank, 2), "seen": {torch.tensor([rank])}}
+            torch.save(state, folder_of(tmp_path) / f"rank_{rank}.pt", pickle_protocol=4)  # has sets
+    checkpoint = bcp.open(tmp_path / "c")
+    assert (checkpoint["seen.0"][0], checkpoint["rank_1.seen.0"][0]) == (0, 1)
+
+
 def test_an_ordered_dict_stays_one_beside_tensors_of_ranks(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     for rank in range(2):

@@ -5,14 +5,17 @@ one warning else.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from training import mlp
 
 import bytecheckpoint as bcp
+from bytecheckpoint.loading import mismatches
 from distributed.workers import WorkerPool
 
 
@@ -54,6 +57,17 @@ def test_a_rule_that_matches_nothing_is_an_error(saved: Path, arguments: dict[st
 def test_a_near_name_is_told(saved: Path) -> None:
     with pytest.raises(bcp.CheckpointMismatchError, match=r"include 'modle\.\*' .*\(near: model\)"):
         bcp.load(saved, {"model": mlp(1)}, include="modle.*")
+
+
+@pytest.mark.parametrize("read", [bcp.load_tree, lambda path, **rules: bcp.load(path, {"model": mlp(1)}, **rules)])
+def test_near_names_are_sought_for_the_rules_that_the_error_shows(saved: Path, read: Callable[..., Any]) -> None:
+    sought = mock.Mock(return_value=[])
+    with (
+        mock.patch.object(mismatches, "get_close_matches", sought),
+        pytest.raises(bcp.CheckpointMismatchError, match="and 20 more"),
+    ):
+        read(saved, exclude=[f"modle.{number}" for number in range(30)])
+    assert sought.call_count == 10
 
 
 @pytest.mark.parametrize(("arguments", "rule"), UNUSED, ids=[rule for _, rule in UNUSED])

@@ -10,7 +10,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -142,7 +142,7 @@ class PeerWatch:
             address = msgspec.msgpack.decode(self._store.get(_address_key(above)), type=LinkAddress)
             self._links.connect(above, address)
 
-    def ended(self, ranks: Iterable[int]) -> list[int]:
+    def ended(self, ranks: Collection[int]) -> list[int]:
         """Returns the members of `ranks` whose processes an earlier call, more than `_LAST_MESSAGES_S` ago, found to
         have ended: so their last messages have arrived.
         """

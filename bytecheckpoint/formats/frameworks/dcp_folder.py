@@ -95,6 +95,7 @@ class _DcpFolder:
         """Head of the latest archive, by the length of archives in bytes."""
 
     def open_files(self, metadata: Metadata) -> None:
+        """Adds the data files to the builder. Raises CheckpointCorruptError (truncated) if one is too short."""
         metadata_path = join_name(self.builder.path, self._inside, METADATA_NAME)
         items = [item for tensor in metadata.tensors.values() for _, item in tensor.chunks]
         for item in sorted((*items, *metadata.objects.values()), key=lambda item: item[:3]):

@@ -141,6 +141,7 @@ def _items(storage_data: Any, pickles: Mapping[_Place, Any], path: str) -> dict[
 
 
 def _item(items: Mapping[_Place, Item], fqn: str, offset: tuple[int, ...] | None) -> Item:
+    """Returns where a value (`offset` is None) or the part of a tensor is; a whole tensor may have no offset."""
     item = items.get((fqn, "" if offset is None else repr(offset))) or items.get((fqn, ""))
     if item is None:
         where = "" if offset is None else f" at {list(offset)}"

@@ -119,7 +119,7 @@ def _add_frozen(models: list[SavedFile], zero: deepspeed_zero.ZeroBuilder) -> No
 
 
 def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None:
-    """Adds the data that is saved with the model, except the tensors in flat buffers."""
+    """Adds all of the model's file, client state too, but no tensor of flat buffers. `state` is None without ZeRO."""
     value, builder = saved.value, saved.builder
     flat = state.names if state else frozenset()
     shared = _tied(value)
@@ -139,7 +139,7 @@ def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None
     if isinstance(value.get("lr_scheduler"), dict):
         facts["lr_scheduler"] = value["lr_scheduler"]
     if state is None:
-        entries = facts | _without_zero(value.get(_OPTIMIZER_ENTRY))
+        entries = facts | _optimizer_entries(value.get(_OPTIMIZER_ENTRY))
     else:
         entries = {_OPTIMIZER_ENTRY: {**state.tree, "facts": {**state.facts, **facts}}}
         if value.get(_OPTIMIZER_ENTRY) is not None:
@@ -183,7 +183,7 @@ def _name_left_out(models: list[SavedFile]) -> None:
                 builder.leave_out(f"{saved.name}: {key}", "what the first rank has under this name is read")
 
 
-def _without_zero(optimizer: Any) -> dict[str, Any]:
+def _optimizer_entries(optimizer: Any) -> dict[str, Any]:
     """Returns entries for the optimizer of a training without ZeRO: `optimizer`, and `mixed_precision` for the rest of
     a wrapper's state_dict. Returns none if `optimizer` is None.
     """

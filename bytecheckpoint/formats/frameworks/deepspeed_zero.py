@@ -75,6 +75,7 @@ def _shapes_of_groups(model: SavedFile) -> list[dict[str, tuple[int, ...]]]:
 
 
 def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what else the optimizer's tree keeps: the state of a dynamic loss scaler, if there is one."""
     scaler = state.get("loss_scaler")
     fields = scaler.fields if isinstance(scaler, Instance) else {}
     if fields.get("dynamic") is not True:
@@ -234,6 +235,7 @@ def read_universal(
 
 
 def _add_piece(saved: SavedFile, file: str, name: str, shape: tuple[int, ...] | None, zero: ZeroBuilder) -> None:
+    """Adds a file of a universal checkpoint: the weights, or one kind of state, of the parameter of this name."""
     value: Any = saved.value
     view = value.get("param") if isinstance(value, dict) else value
     key = file.removesuffix(_SUFFIX)
@@ -252,7 +254,7 @@ def _add_piece(saved: SavedFile, file: str, name: str, shape: tuple[int, ...] | 
 
 
 def _universal_groups(saved: SavedFile, zero: ZeroBuilder) -> list[Mapping[str, Any]]:
-    """Returns the hyperparameters of each group; ZeRO 3 keeps them deeper, and splits the user's groups."""
+    """Returns the groups in a file, which ZeRO 3 keeps deeper, and notes the rest of the file as left out."""
     groups: list[Mapping[str, Any]]
     groups = (saved.value if "param_groups" in saved.value else saved.value["optimizer_state_dict"])["param_groups"]
     why = "its hyperparameters are read, and the state of parameters from their own folders"

@@ -93,7 +93,9 @@ def unstacked_shape(
 
 
 def unstacked(chunk: Chunk, stored: Sequence[int], shape: Sequence[int], item_bytes: int) -> Iterator[Chunk]:
-    """Yields the chunk's bytes as chunks of the true tensor. It has the same elements of each of several parts."""
+    """Yields the bytes of a chunk of the stored tensor as chunks of the true one. The last dimension of the stored one
+    is the elements of a part of the true one, the others number the parts.
+    """
     part = tuple(map(int.__floordiv__, shape, stored))
     *counts, length = chunk.region.lengths
     *firsts, start = chunk.region.offsets

@@ -129,6 +129,7 @@ def _refuse_mixed(files: Mapping[Rank, RankFile]) -> None:
 
 
 def _read(files: Mapping[Rank, RankFile], builder: ManifestBuilder) -> None:
+    """Adds step, model and plain data; plain data of other ranks than the first only if it is `_OF_RANK`."""
     first = files[Rank(0, 0, 0)]
     builder.set_step(first.value.get("iteration"))
     Model(files, builder).add()

@@ -106,6 +106,7 @@ class Model:
         refuse_other_counts(self._num_layers, self._files[Rank(0, 0, 0)])
 
     def _add_chunk(self, key: str, pp: int) -> None:
+        """Adds the model chunk (virtual stage) under this key of a pipeline rank's files."""
         files = [file for rank, file in sorted(self._files.items()) if rank.pp == pp]
         stage = self._by_name(key, files)
         for name, parts in stage.items():
@@ -333,6 +334,7 @@ def _half(part: StoredCopy, index: int) -> StoredCopy:
 
 
 def _joined(fqn: str, parts: Sequence[StoredCopy], dim: int) -> tuple[tuple[int, ...], list[Chunk]]:
+    """Returns shape and chunks of the tensor of which these parts follow one another along a dimension."""
     chunks: list[Chunk] = []
     lengths = list(parts[0][1].shape)
     at = 0

@@ -119,6 +119,7 @@ class ZipArchive:
         return self._with_limits(found, directory.byte_offset)
 
     def _with_limits(self, entries: dict[str, tuple[int, int, int]], directory_offset: int) -> dict[str, ArchiveMember]:
+        """Returns the members, each with the offset by which it has to end: that of the next, or of the directory."""
         in_order = sorted(entries.items(), key=lambda item: item[1])
         limits = [header_offset for _, (header_offset, *_) in in_order[1:]] + [directory_offset]
         members = {}
@@ -149,14 +150,14 @@ class ZipArchive:
             self.file.raise_damaged("its directory reaches behind its end")
         return _ArchiveDirectory(num_entries, num_bytes, offset)
 
-    def _find_directory_64(self, at: int) -> tuple[int, int, int]:
+    def _find_directory_64(self, at: int) -> _ArchiveDirectory:
         locator = _END_64_LOCATOR.unpack(self._read(at, _END_64_LOCATOR.size)) if at >= 0 else (b"",)
         if locator[0] != b"PK\x06\x07":
             self.file.raise_damaged("the end of its directory is not where a large archive has it")
         fields = _END_64.unpack(self._read(locator[2], _END_64.size))
         if fields[0] != b"PK\x06\x06" or fields[6] != fields[7]:
             self.file.raise_damaged("the end of its directory is not what a large archive has there")
-        return fields[7], fields[8], fields[9]
+        return _ArchiveDirectory(*fields[7:10])
 
     def _read_entry(self, content: bytes, position: int) -> tuple[str, tuple[int, int, int], int]:
         """Returns a member's name, its header offset, length and checksum, and the position of the next member."""

@@ -69,6 +69,7 @@ def read_folder(source: SourceFolder) -> None:
 
 
 def _groups(names: set[str], path: str) -> list[_Group]:
+    """Groups files whose names differ in the rank alone. Refuses a group that lacks a rank, or has one twice."""
     by_kind: dict[tuple[str, str], dict[int, str]] = {}
     for name in sorted(names):
         match = _NAME.match(name)

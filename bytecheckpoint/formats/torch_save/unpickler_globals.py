@@ -288,7 +288,7 @@ def _numpy_scalar(dtype: Any, content: Any = None) -> Any:
     return scalar_from_wire((dtype.dtype.str, (), content))
 
 
-def _numbers(*args: Any) -> complex:
+def _complex(*args: Any) -> complex:
     if any(type(arg) not in {int, float} for arg in args):
         raise PickleError("it makes a complex number of something else")
     return complex(*args)
@@ -300,7 +300,7 @@ def _list_of(items: Any = ()) -> list[Any]:
     return list(items)
 
 
-def _joined(*parts: Any) -> str:
+def _path(*parts: Any) -> str:
     if any(type(part) is not str for part in parts):
         raise PickleError("it makes a path of something that is not text")
     return parts[0] + "/".join(parts[1:]) if parts and parts[0] == "/" else "/".join(parts) or "."
@@ -364,13 +364,13 @@ VALUES: Mapping[str, Any] = MappingProxyType(
         **{f"builtins.{name}": name for name in ("int", "float", "str", "bool", "object")},
         "builtins.bytearray": Call(_to_bytes),
         "builtins.bytes": Call(_to_bytes),
-        "builtins.complex": Call(_numbers),
+        "builtins.complex": Call(_complex),
         "_codecs.encode": Call(_to_bytes),
         "_io.BytesIO": Call(ByteStream),
         "copyreg._reconstructor": Call(_reconstructed),
-        "pathlib.PosixPath": Call(_joined),
-        "pathlib.PurePosixPath": Call(_joined),
-        "pathlib._local.PosixPath": Call(_joined),
+        "pathlib.PosixPath": Call(_path),
+        "pathlib.PurePosixPath": Call(_path),
+        "pathlib._local.PosixPath": Call(_path),
         **instances({"argparse": "Namespace", "types": "SimpleNamespace"}),
         "torch.Size": Call(_size),
         "torch.device": Call(_device),

@@ -22,7 +22,8 @@ def order_of(loader: Any) -> dict[str, Any]:
     }
 
 
-def set_order(loader: Any, order: Mapping[str, Any]) -> None:
+def set_sampling(loader: Any, order: Mapping[str, Any]) -> None:
+    """Sets what the loader's sampler draws from: the seed or the generator of an `order_of`, and not its `rng`."""
     sampler, generator = sampler_of(loader), generator_of(loader)
     if isinstance(sampler, SeedableRandomSampler):
         if order.get("seed") is not None:

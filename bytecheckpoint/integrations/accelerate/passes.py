@@ -161,7 +161,7 @@ def _wrap_init(cls: Any) -> None:
     cls.__init__ = note_order
 
 
-def _wrap(cls: Any) -> None:
+def _wrap_iter(cls: Any) -> None:
     original = cls.__iter__
 
     def begin_pass(loader: Any) -> Iterator[Any]:
@@ -173,6 +173,7 @@ def _wrap(cls: Any) -> None:
 
 
 def _iterated(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+    """Yields the batches of a pass, and notes them in PASSES; the pass begins as RESUMES says."""
     core = core_of(loader)
     resume = RESUMES.pop(core, None)
     restore = _begin_resumed(loader, resume) if resume is not None else None
@@ -232,4 +233,4 @@ def _begin_resumed(loader: Any, resume: ResumedPass) -> Callable[[], None]:
 
 _wrap_init(DataLoaderAdapter)
 for _cls in _LOADERS:
-    _wrap(_cls)
+    _wrap_iter(_cls)

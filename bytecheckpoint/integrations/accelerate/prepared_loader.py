@@ -22,7 +22,7 @@ from bytecheckpoint.integrations.accelerate.loader_facts import (
     holds_dataset,
     is_of_torchdata,
     order_of,
-    set_order,
+    set_sampling,
 )
 from bytecheckpoint.integrations.accelerate.passes import PASSES, RESUMES, ResumedPass
 
@@ -105,7 +105,7 @@ class PreparedLoader:
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(shared["epoch"])
         order = stream["order"] if stream is not None else self._order_of_first_rank(streams)
-        set_order(loader, order)
+        set_sampling(loader, order)
         num_batches, num_again = batches_now(loader, shared, num_ranks)
         num_to_skip = 0
         if stream is not None and is_of_torchdata(loader):

@@ -103,7 +103,7 @@ def save_state(
 
         record = _decide(root, arguments, SaveOptions(), note_save, FolderRecord)
         arguments["metadata"] = {**(arguments.get("metadata") or {}), **record.as_metadata()}
-    models = _saved_models(accelerator, place, _decisions(place, arguments, SaveOptions()))
+    models = _models_to_save(accelerator, place, _decisions(place, arguments, SaveOptions()))
     state = _state_of(accelerator, models, loads=False)
     arguments["metadata"] = marked("accelerate", arguments.get("metadata"))
     with _parameters_named(accelerator, models):
@@ -139,7 +139,7 @@ def load_state(accelerator: Any, path: str | os.PathLike[str] | None = None, **a
     """
     _refuse_backend(accelerator)
     place, following = _newest(_project_root(accelerator), arguments) if path is None else (os.fspath(path), None)
-    models = _loaded_models(accelerator, place, _decisions(place, arguments, LoadOptions()))
+    models = _models_to_load(accelerator, place, _decisions(place, arguments, LoadOptions()))
     if not accelerator._models:  # before prepare(): an empty one refuses the weights that would be left out silently
         models[0] = nn.Module()
     state = _state_of(accelerator, models, loads=True)
@@ -201,10 +201,10 @@ def _unwrapped(value: Any, wrapper: type, name: str) -> Any:
     return getattr(value, name) if isinstance(value, wrapper) else value
 
 
-def _saved_models(accelerator: Any, path: str, decisions: Decisions) -> dict[int, Any]:
-    """Runs the hooks that accelerate runs before a save; an error of one on any rank is raised by all. A model whose
-    weights a hook takes away is saved by that hook, and not here. The answer of rank 0 counts, because hooks of most
-    programs take weights away on rank 0 alone.
+def _models_to_save(accelerator: Any, path: str, decisions: Decisions) -> dict[int, Any]:
+    """Runs the hooks that accelerate runs before a save, and returns the models whose weights no hook took away, by
+    number: a hook saves those that it takes. The answer of rank 0 counts, because hooks of most programs take weights
+    away on rank 0 alone. An error of a hook on any rank is raised by all.
     """
     models = dict(enumerate(accelerator._models))
     hooks = accelerator._save_model_state_pre_hook
@@ -227,9 +227,9 @@ def _saved_models(accelerator: Any, path: str, decisions: Decisions) -> dict[int
     return {number: models[number] for number in agreed}
 
 
-def _loaded_models(accelerator: Any, path: str, decisions: Decisions) -> dict[int, Any]:
-    """Runs the hooks that accelerate runs before a load; an error of one on any rank is raised by all. A model that a
-    hook takes away is loaded by that hook.
+def _models_to_load(accelerator: Any, path: str, decisions: Decisions) -> dict[int, Any]:
+    """Runs the hooks that accelerate runs before a load, and returns the models that no hook took away, by number: a
+    hook loads those that it takes. An error of a hook on any rank is raised by all.
     """
     models = dict(enumerate(accelerator._models))
     left = [] if accelerator.distributed_type == DistributedType.FSDP else list(models.values())
@@ -294,8 +294,8 @@ def _folders_in(root: str, arguments: Mapping[str, Any]) -> NumberedFolders:
 
 
 def _folders_of(accelerator: Any, root: str, arguments: Mapping[str, Any]) -> NumberedFolders:
-    """Returns the folders of the Accelerator's project, on rank 0: the same object as long as its saves go to one root,
-    a new one after each change of the root.
+    """Returns the folders of the Accelerator's project: the same object as long as its saves go to one root, a new one
+    after each change of the root. Only rank 0 calls this.
     """
     known = _FOLDERS.get(accelerator)
     if known is None or known.root != expand_home(root):

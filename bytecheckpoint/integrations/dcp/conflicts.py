@@ -81,6 +81,7 @@ class _Values:
                 self._add(fqn, leaf)
 
     def _add(self, fqn: str, leaf: Any) -> None:
+        """Notes a value that is to be compared. Large and sharded tensors and live objects are not."""
         if isinstance(leaf, torch.Tensor):
             if _is_compared(leaf):
                 self._plain[fqn] = f"{leaf.dtype} {list(leaf.shape)}".encode()
@@ -146,6 +147,7 @@ def _parts(value: Any, fqn: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _items(value: Any, fqn: str) -> Collection[tuple[Any, Any]] | None:
+    """Returns the items of a dict, or of a list that holds tensors; None for any other value."""
     if isinstance(value, dict):
         return value.items()
     if type(value) is list and leaves(value, fqn).keys() != {fqn}:

@@ -124,6 +124,7 @@ class BcpFabricFSDPStrategy(BcpFabricMixin, FSDPStrategy):
 
 
 def _filtered(name: str, value: Any, chooses: Callable[[str, Any], bool] | None) -> Any:
+    """Returns what a filter leaves of a module, or the value itself if there is no filter."""
     if chooses is None:
         return value
     module = value.module if isinstance(value, nn.parallel.DistributedDataParallel) else value

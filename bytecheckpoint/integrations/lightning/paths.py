@@ -153,6 +153,7 @@ def lasting_paths(
 
 
 def _may_open(path: str, storage_options: Mapping[str, Any] | None) -> bool:
+    """Returns True if there is a checkpoint, or if the storage does not answer."""
     try:
         return is_committed(path, storage_options) or _is_lightnings(path)
     except StorageError as error:  # it may be there: dropped, it would be neither the best nor ever removed

@@ -133,6 +133,7 @@ class SaveInFlight:
             self._worker = None
 
     def _after_commit(self, act: Callable[[], None]) -> None:
+        """Calls `act` at once if no save is in flight and the last one did not fail, else as `_submit` does."""
         handle = self._handle
         if handle is None or (handle.done() and not self._work):
             if handle is None or not has_failed(handle):
@@ -141,6 +142,7 @@ class SaveInFlight:
         self._submit(handle, act)
 
     def _submit(self, handle: SaveHandle, act: Callable[[], None]) -> None:
+        """Calls `act` on the worker thread once the save has ended, unless that or an earlier `act` failed."""
         if self._worker is None:
             # A thread of its own: what follows one commit comes before what follows the next.
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="bcp-after-commit")

@@ -225,6 +225,7 @@ class BcpStrategyMixin(Strategy):
         return checkpoint
 
     def _bcp_load(self, found: ChosenCheckpoint, *, is_fitting: bool) -> dict[str, Any]:
+        """Fills the live objects; returns the checkpoint as Lightning and its hooks expect it."""
         module = self._bcp_module()
         extra: dict[str, Any] = {}
         state: dict[str, Any] = {"model": module}

@@ -104,6 +104,7 @@ def _folders(args: Namespace, root: str | None, reach: TrackedFolder) -> list[Tr
 
 
 def _described(folder: TrackedFolder, name: str) -> FoundIteration:
+    """Opens a checkpoint and says what it holds; one that is not read here counts as Megatron's own."""
     path = folder.path_of(name)
     try:
         checkpoint = folder.open(name, about=folder.shown(name), advice=". Choose one of them with --ckpt-step")

@@ -36,8 +36,8 @@ def save_weights(
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes the tensors, under the names in `weights`, to a folder of safetensors files at `path`, a local path or a
-    URL. Replaces the safetensors files of a model that are there; other files stay. Raises CheckpointExistsError if a
-    checkpoint of another format is there.
+    URL. All ranks call it. Replaces the safetensors files of a model that are there; other files stay. Raises
+    CheckpointExistsError if a checkpoint of another format is there.
 
     The weights are first saved as a checkpoint at `<path>.weights`, which is deleted once the folder is written; after
     an error it may stay. Raises the errors of a save and of a load.
@@ -64,9 +64,7 @@ def save_weights(
                 Path(between).rmdir()
 
 
-def load_weights(
-    path: str, weights: Any, *, options: LoadOptions, storage_options: Mapping[str, Any] | None = None
-) -> None:
+def load_weights(path: str, weights: Any, *, options: LoadOptions, storage_options: Mapping[str, Any] | None) -> None:
     """Fills modules, or tensors by their names, in place, and converts stored values to the dtypes of these. Rank 0
     logs a warning that names what else the checkpoint holds. Raises the errors of a load, also where a tensor is
     missing from the checkpoint.

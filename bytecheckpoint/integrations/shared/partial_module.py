@@ -16,7 +16,7 @@ def partial_module(values: Mapping[str, Any]) -> nn.Module:
     only.
     """
     extra = {name.rpartition(".")[0]: value for name, value in values.items() if is_extra_state(name)}
-    made = {"": _module_at("", extra)}
+    made = {"": _new_module("", extra)}
     for name, value in values.items():
         folder, _, last = name.rpartition(".")
         owner = _owner_at(folder, made, extra)
@@ -31,12 +31,12 @@ def _owner_at(path: str, made: dict[str, nn.Module], extra: Mapping[str, Any]) -
     """Returns the module at a path. Makes it, and those above it, if they are not in `made`."""
     if path not in made:
         above, _, last = path.rpartition(".")
-        made[path] = _module_at(path, extra)
+        made[path] = _new_module(path, extra)
         _owner_at(above, made, extra).add_module(last, made[path])
     return made[path]
 
 
-def _module_at(path: str, extra: Mapping[str, Any]) -> nn.Module:
+def _new_module(path: str, extra: Mapping[str, Any]) -> nn.Module:
     return _WithExtraState(extra[path]) if path in extra else nn.Module()
 
 

@@ -29,6 +29,7 @@ from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders
 from bytecheckpoint.integrations.torchtitan.resume import LoadChoice, choose
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manager.agreement.stopping import rank_in, size_of
+from bytecheckpoint.manifest.plain_wire import is_at_or_below
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.saving.handle import SaveHandle
 
@@ -132,6 +133,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
     # Saving
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - torchtitan's signature
+        """Saves the step if it is due; returns True if it was. Raises SystemExit after the save of a stop."""
         if self.config.load_only:  # then no signal is handled either
             return False
         is_stop = self._stop.end_step()
@@ -254,14 +256,17 @@ class BcpCheckpointManager(BaseCheckpointManager):
             if checkpoint.info.format != OWN_FORMAT:
                 self._load_state_of_torchtitan(path, checkpoint.objects)
                 return
-            stored = {name.split(".")[1] for name in checkpoint if name.startswith("extra_state.")}
-            stored |= set(checkpoint.objects.get("extra_state", ()))
+            inside = [name.removeprefix("extra_state.") for name in checkpoint if name.startswith("extra_state.")]
+            stored = {*map(self._state_with, inside), *checkpoint.objects.get("extra_state", ())}
         left_out = set(self.config.exclude_from_loading)
         state = self._state()
         for name in left_out & set(_ENTRIES):
             state.pop(_ENTRIES[name], None)
         state["extra_state"] = {name: each for name, each in state["extra_state"].items() if name not in left_out}
-        excluded = [_glob_of(name, others=state["extra_state"]) for name in sorted(stored - set(state["extra_state"]))]
+        own = state["extra_state"]
+        # Where a dot may belong to the name of a state, the load refuses what has no place, rather than leave it out.
+        gone = [name for name in stored - own.keys() if not any(each.startswith(f"{name}.") for each in own)]
+        excluded = [_glob_of(name, others=own) for name in sorted(gone)]
         report = api.load(
             path,
             state,
@@ -270,6 +275,10 @@ class BcpCheckpointManager(BaseCheckpointManager):
             options=self.config.load_options,
         )
         _restore_at_first_forward(self._model_parts, report.restore_rng)
+
+    def _state_with(self, fqn: str) -> str:
+        """Returns the state of the run that has this tensor, whose name may have dots; else what is before a dot."""
+        return next((name for name in self.states if is_at_or_below(fqn, {name})), fqn.partition(".")[0])
 
     def _load_state_of_torchtitan(self, path: str, stored: Mapping[str, Any]) -> None:
         """Loads a checkpoint of torchtitan's own manager: it has the names of torchtitan, and no random numbers."""
@@ -319,7 +328,7 @@ def _data_state(dataloader: Any, elastic: Elastic | None) -> DataLoaderState | N
 
 def _glob_of(name: str, *, others: Collection[str]) -> str:
     """Returns a glob for the names below one of torchtitan's states. If the name of one of `others` begins with that
-    name, the glob does not match a state that is a single value; it matches what is below an other `name.something`.
+    name, the glob does not match a state that is a single value.
     """
     is_start = any(other.startswith(name) for other in others)
     return f"extra_state.{glob.escape(name)}{'.*' if is_start else '*'}"

@@ -61,6 +61,7 @@ def choose(folders: NumberedFolders, step: int, config: Any, *, assets: str | No
 def _resume(
     folders: NumberedFolders, folder: NumberedFolder, found: Sequence[NumberedFolder], *, read_only: bool
 ) -> LoadChoice:
+    """Returns the choice of a committed checkpoint, from which `folders` begin unless `read_only`."""
     is_seed = folder.number == 0
     if folder.record.model_only and not is_seed:
         raise CheckpointMismatchError(

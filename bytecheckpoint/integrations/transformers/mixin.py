@@ -283,6 +283,7 @@ class BcpTrainerMixin(Trainer):
             self.state.best_model_checkpoint = path
 
     def _bcp_files(self) -> BesideFiles:
+        """Puts the states of callbacks into the Trainer's state; returns the text of that, and of the config."""
         exported: dict[str, list[Any]] = {}
         for callback in (*self.callback_handler.callbacks, self.control):
             if isinstance(callback, ExportableState):

@@ -185,6 +185,9 @@ class RoleSaves:
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
     def _write_tracker(self, step: Path) -> None:
+        """Makes the tracker file name this step, unless another one is to be tracked by now; then deletes what is due.
+        An error is only logged.
+        """
         with self._tracking:
             if self._to_track != step:
                 return

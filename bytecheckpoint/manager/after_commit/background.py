@@ -209,6 +209,7 @@ class Background:
         self._pauses.pause()
 
     def _record_commits(self) -> None:
+        """Writes the records of new commits, calls their `on_save`, and wakes the copies."""
         while self._commits:
             commit = self._commits[0]
             step_records.write_record(self._store, step_folder(commit.info.step), commit.info)

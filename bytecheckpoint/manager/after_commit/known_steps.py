@@ -53,6 +53,7 @@ class KnownSteps:
             return step_records.ordered(self._steps.values())
 
     def _read(self) -> None:
+        """Reads the steps of the root, at the first call only."""
         with self._reading:
             if self._is_read:
                 return

@@ -66,7 +66,7 @@ class StepMarks(NamedTuple):
 
     def report(self, step: int, *, metrics: Mapping[str, float]) -> None:
         """Adds metrics to the step."""
-        checked = metrics_of_rank_0(metrics)
+        checked = checked_metrics(metrics)
         step_records.report(self.store, step_folder(step), checked, time=self.clock.now())
         self.background.note(StepChange(step, metrics=checked))
 
@@ -108,7 +108,7 @@ def _checked_seconds(seconds: object) -> float:
     return given
 
 
-def metrics_of_rank_0(metrics: Mapping[str, float]) -> dict[str, float]:
+def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the metrics as plain floats. Raises CheckpointMismatchError (conflict), which is a ValueError, for what
     is no mapping of names to numbers.
     """

@@ -61,7 +61,7 @@ class DueSteps:
         return bool(self._policy.due(StepInfo(step, 0.0, {}, {}, False, False), saved))
 
     def _decide(self, step: int) -> bool:
-        """Asks a policy that does not depend on the step alone, on rank 0."""
+        """Asks a policy that does not depend on the step alone. Only rank 0 calls this."""
         if self._owned is None:
             return False
         stats, now = self._goodput.stats(), self._owned.clock.now()

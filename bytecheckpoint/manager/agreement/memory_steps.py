@@ -86,8 +86,8 @@ class MemorySteps:
         return self._decisions.decide_together(doing, partial(self._decide, step), bool)
 
     def _decide(self, step: int) -> bool:
-        """Asks a policy that does not depend on the step alone, on rank 0: ranks may learn at different times that the
-        save in flight has ended.
+        """Asks a policy that does not depend on the step alone. Only rank 0 calls this: ranks may learn at different
+        times that the save in flight has ended.
         """
         handle = self._handle
         if handle is None:

@@ -195,6 +195,18 @@ def test_a_state_whose_name_begins_with_an_excluded_one_is_loaded(run: Run, tmp_
     again.manager.close()
 
 
+@pytest.mark.parametrize("left_out", [[], ["average.fast"]], ids=str)
+def test_a_state_of_tensors_with_a_dot_in_its_name_is_loaded(run: Run, tmp_path: Path, left_out: list[str]) -> None:
+    run.manager.states["average.fast"] = {"w": torch.ones(1 << 15)}
+    run.step()
+    run.manager.close()
+    again = Run(tmp_path, exclude_from_loading=left_out)
+    again.manager.states["average.fast"] = {"w": torch.zeros(1 << 15)}
+    assert again.manager.load()
+    assert again.manager.states["average.fast"]["w"].unique() == (0 if left_out else 1)
+    again.manager.close()
+
+
 def test_an_unknown_name_to_exclude_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, exclude_from_loading=["optimiser"])
     with pytest.raises(ValueError, match="optimiser"):
