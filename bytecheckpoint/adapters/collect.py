@@ -72,7 +72,7 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     if not isinstance(state, dict):
         raise _no_state(state)
     values = list(_walk_state(state))
-    entries = [entry for each in values if each.kind != "optimizers" for entry in _entries_of(each, framework)]
+    entries = [entry for each in values if each.kind != "optimizers" for entry in _entries_of_item(each, framework)]
     modules = [entry for entry in entries if isinstance(entry, _MODULES)]
     of_torch = [entry for entry in modules if isinstance(entry, ModuleEntry)]
     engines = [engine for module in of_torch for engine in module.engines]
@@ -165,7 +165,7 @@ def _content_of(value: Any, fqn: str, depth: int) -> _Content:
     return contents if any(content is not None for _, _, content in contents) else None
 
 
-def _entries_of(item: _Value, framework: str) -> Sequence[Entry]:
+def _entries_of_item(item: _Value, framework: str) -> Sequence[Entry]:
     match item.kind:
         case "sharded":
             return [MegatronEntry(item.fqn, [], item.value)]

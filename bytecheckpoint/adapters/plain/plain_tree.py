@@ -72,6 +72,7 @@ def _add_leaves(value: Any, fqn: str, found: dict[str, Any], depth: int, *, may_
 
 
 def _children(value: Any, fqn: str) -> Collection[tuple[object, Any]]:
+    """Returns key and item of what a container holds; nothing for a leaf, such as a list without tensors."""
     if isinstance(value, dict):
         return value.items()
     if type(value) in (list, tuple) and _holds_tensor(value, fqn, MAX_DEPTH):
