@@ -23,11 +23,12 @@ def check_choice(manifest: Manifest, request: SelectionRequest, selection: Selec
     """
     if request.takes_all or request.to == "hf":
         return
-    _refuse_own_names(manifest, request)
+    _refuse_globs_of_entries(manifest, request)
     _refuse_torn_states(manifest, selection)
 
 
-def _refuse_own_names(manifest: Manifest, request: SelectionRequest) -> None:
+def _refuse_globs_of_entries(manifest: Manifest, request: SelectionRequest) -> None:
+    """Raises CheckpointMismatchError (conflict) for a glob that matches an entry's own name and no name below any."""
     names = {*manifest.tensors, *manifest.aliases}
     entries = [fqn for fqn, _ in all_trees(manifest)]
     for fqn, data in all_trees(manifest):

@@ -151,7 +151,7 @@ class HostLinks:
         self._open.clear()
 
     def _note(self, rank: int, link: socket.socket) -> None:
-        """Notes what a link that has become readable shows."""
+        """Closes a link that has become readable, and notes why: its process has ended, has left, or is unreachable."""
         is_ended = is_reset = False
         try:
             is_ended = link.recv(1) == b""
@@ -208,6 +208,7 @@ def _leave(link: socket.socket) -> None:
 
 
 def _with_keepalive(link: socket.socket) -> socket.socket:
+    """Returns the same socket, with keepalive probes, and no longer blocking."""
     link.setblocking(False)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     with suppress(AttributeError, OSError):  # not every system has these
