@@ -164,7 +164,7 @@ class TrackedLoader:
         return iterator
 
     def begin_counted(self, begin: Callable[[], _Begun]) -> _Begun:
-        """Calls `begin` and returns its result: a pass over the streams, here or in workers, that this loader counts."""
+        """Calls `begin` and returns its result: a pass over the streams, here or in workers, that is counted."""
         self._streams.is_counted = True
         try:
             return begin()
