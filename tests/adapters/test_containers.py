@@ -169,6 +169,16 @@ def test_an_empty_dict_takes_nothing_of_another_dict_whose_key_has_dots(tmp_path
     assert target == state
 
 
+@pytest.mark.parametrize("inner", [{"c": 2}, {"c": torch.arange(300.0)}, [torch.ones(3)]])
+@pytest.mark.parametrize("leaf", [1, torch.ones(300)])
+def test_a_container_with_the_name_of_a_leaf_comes_back(tmp_path: Path, leaf: Any, inner: Any) -> None:
+    state = {"x": {"a.b": leaf, "a": {"b": inner}, 1: leaf, "1": inner}}
+    bcp.save(tmp_path, copy.deepcopy(state))
+    target = blank(state)
+    bcp.load(tmp_path, target)
+    assert equal(target, state)
+
+
 COLLISIONS = {
     "dot and nesting": ({"a": {"b": 1}, "a.b": 2}, "a.b"),
     "dot and nesting, tensors": ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}, "a.b"),
