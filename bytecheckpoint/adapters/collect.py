@@ -316,17 +316,19 @@ def collect_all(entries: list[Entry]) -> list[EntryContents]:
     Raises CheckpointSaveError (unsupported_value) where two entries use the same FQN, or a tensor is on the meta
     device.
     """
-    known_names: set[str] = set()
+    known_names, known_trees = set[str](), set[str]()
     collected: list[EntryContents] = []
     for entry in entries:
         contents = entry.collect()
-        if not known_names.isdisjoint(contents.names):
-            name = min(known_names & contents.names)
-            owner = next(entry for entry, earlier in zip(entries, collected, strict=False) if name in earlier.names)
+        # A tree of plain data has a name of its own, which may be no leaf's: 0 and "0" are two keys of a dict.
+        if clashing := (known_names & contents.names) | (known_trees & contents.plain.keys()):
+            name, earlier = min(clashing), zip(entries, collected, strict=False)
+            owner = next(entry for entry, known in earlier if name in known.names or name in known.plain)
             advice = f"rename one: {owner.fqn!r} and {entry.fqn!r} in the state both give it"
             raise unsupported(name, "the name of two values", advice)
         if len(entries) > 1:  # a single entry clashes with none, and may have 100,000 names
             known_names |= contents.names
+            known_trees |= contents.plain.keys()
         collected.append(contents)
     return [contents._replace(shards=_resolved(contents.shards)) for contents in collected]
 
