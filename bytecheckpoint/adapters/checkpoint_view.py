@@ -37,7 +37,7 @@ PER_RANK_NAME = "extra_state"
 _REWRITTEN = {"converted_from", "linked_from"}
 """Keys of a provenance: where it has one of them, its `world_size` is not the number of ranks that saved the data."""
 
-Reshape = Callable[[Any, str, Callable[[str], str], Sequence[str]], Any]
+Reshape = Callable[[Any, str, Callable[[str], str], SortedNames], Any]
 """Takes a tree, its checkpoint FQN, the renaming to state FQNs, and all checkpoint FQNs of tensors; gives a tree."""
 
 
@@ -188,7 +188,7 @@ class CheckpointView:
             for fqn, data in self._manifest.objects.items()
         }
         if self._reshape is not None:
-            names = [*self._manifest.tensors, *self._manifest.aliases]
+            names = SortedNames([*self._manifest.tensors, *self._manifest.aliases])
             trees = {fqn: self._reshape(tree, fqn, self.rename, names) for fqn, tree in trees.items()}
         for fqn, by_rank in self._manifest.rank_objects.items():
             if self.rank in by_rank:

@@ -72,7 +72,7 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     if not isinstance(state, dict):
         raise _no_state(state)
     values = list(_walk_state(state))
-    entries = [entry for each in values if each.kind != "optimizers" for entry in _entries_of(each, framework)]
+    entries = [entry for each in values if each.kind != "optimizers" for entry in _entries_of_item(each, framework)]
     modules = [entry for entry in entries if isinstance(entry, _MODULES)]
     of_torch = [entry for entry in modules if isinstance(entry, ModuleEntry)]
     engines = [engine for module in of_torch for engine in module.engines]
@@ -165,7 +165,7 @@ def _content_of(value: Any, fqn: str, depth: int) -> _Content:
     return contents if any(content is not None for _, _, content in contents) else None
 
 
-def _entries_of(item: _Value, framework: str) -> Sequence[Entry]:
+def _entries_of_item(item: _Value, framework: str) -> Sequence[Entry]:
     match item.kind:
         case "sharded":
             return [MegatronEntry(item.fqn, [], item.value)]
@@ -316,17 +316,19 @@ def collect_all(entries: list[Entry]) -> list[EntryContents]:
     Raises CheckpointSaveError (unsupported_value) where two entries use the same FQN, or a tensor is on the meta
     device.
     """
-    known_names: set[str] = set()
+    known_names, known_trees = set[str](), set[str]()
     collected: list[EntryContents] = []
     for entry in entries:
         contents = entry.collect()
-        if not known_names.isdisjoint(contents.names):
-            name = min(known_names & contents.names)
-            owner = next(entry for entry, earlier in zip(entries, collected, strict=False) if name in earlier.names)
+        # A tree of plain data has a name of its own, which may be no leaf's: 0 and "0" are two keys of a dict.
+        if clashing := (known_names & contents.names) | (known_trees & contents.plain.keys()):
+            name, earlier = min(clashing), zip(entries, collected, strict=False)
+            owner = next(entry for entry, known in earlier if name in known.names or name in known.plain)
             advice = f"rename one: {owner.fqn!r} and {entry.fqn!r} in the state both give it"
             raise unsupported(name, "the name of two values", advice)
         if len(entries) > 1:  # a single entry clashes with none, and may have 100,000 names
             known_names |= contents.names
+            known_trees |= contents.plain.keys()
         collected.append(contents)
     return [contents._replace(shards=_resolved(contents.shards)) for contents in collected]
 

@@ -236,7 +236,7 @@ def _shards(placement: Any, dim: int) -> bool:
 
 
 def right_to_left(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[Interval]:
-    """Returns the held indices where fully_shard has cut a sharded tensor: its own axis, the strided one, cuts last."""
+    """Returns the indices that this rank holds if fully_shard cut a sharded tensor: its own, strided axis cuts last."""
     held: list[Interval] = [(0, length)]
     for placement, num_parts, coordinate in sorted(mesh_axes, key=lambda axis: isinstance(axis[0], StridedShard)):
         if _shards(placement, dim):
@@ -245,7 +245,9 @@ def right_to_left(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[
 
 
 def left_to_right(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[Interval]:
-    """Returns the held indices where distribute_tensor has cut: each axis cuts what those before it left."""
+    """Returns the indices that this rank holds if distribute_tensor cut the dimension, of this length: each mesh axis
+    cuts what the axes before it left.
+    """
     held: list[Interval] = [(0, length)]
     for placement, num_parts, coordinate in mesh_axes:
         if isinstance(placement, StridedShard) and placement.dim == dim:

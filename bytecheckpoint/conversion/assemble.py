@@ -115,6 +115,7 @@ class Elements:
         return any(dtype in FLOAT_DTYPES and _largest(dtype) > _largest(wanted.dtype) for dtype in stored)
 
     def _shards(self, job: Job) -> Iterator[LocalShard]:
+        """Yields the targets of a job's reads; fills with zeros what is in no stored tensor."""
         wanted = self._wanted[job.tensor]
         memory = torch.frombuffer(job.memory, dtype=torch.uint8).view(torch_dtype(wanted.dtype))
         for copy in copies_of(wanted, job.first, job.numel):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
+from bytecheckpoint.adapters.key_map import SortedNames
 from bytecheckpoint.adapters.optimizers.stored_optimizer import split_state_path
 from bytecheckpoint.adapters.plain.manifest_trees import all_trees
 from bytecheckpoint.adapters.plain.plain_data import decode_plain
@@ -23,19 +24,21 @@ def check_choice(manifest: Manifest, request: SelectionRequest, selection: Selec
     """
     if request.takes_all or request.to == "hf":
         return
-    _refuse_own_names(manifest, request)
+    _refuse_globs_of_entries(manifest, request)
     _refuse_torn_states(manifest, selection)
 
 
-def _refuse_own_names(manifest: Manifest, request: SelectionRequest) -> None:
+def _refuse_globs_of_entries(manifest: Manifest, request: SelectionRequest) -> None:
+    """Raises CheckpointMismatchError (conflict) for a glob that matches an entry's own name and no name below any."""
     names = {*manifest.tensors, *manifest.aliases}
     entries = [fqn for fqn, _ in all_trees(manifest)]
     for fqn, data in all_trees(manifest):
         names.update(leaves(decode_plain(data), fqn, may_repeat=True))
-    for fqn in entries:
-        is_taken = any(map(request.takes, (name for name in names if name.startswith(f"{fqn}."))))
+    below = SortedNames(names).below
+    for fqn in (fqn for fqn in entries if fqn not in names):
+        is_taken = any(map(request.takes, below(fqn)))
         option, globs = ("exclude", request.exclude) if is_taken else ("include", request.include)
-        for glob in globs if fqn not in names else ():
+        for glob in globs:
             if fnmatchcase(fqn, glob) and not any(fnmatchcase(name, glob) for name in names):
                 raise CheckpointMismatchError(
                     f"{option} {glob!r} matches nothing in the checkpoint, which has names below {fqn!r:.200}: "
@@ -45,11 +48,12 @@ def _refuse_own_names(manifest: Manifest, request: SelectionRequest) -> None:
 
 
 def _refuse_torn_states(manifest: Manifest, selection: Selection) -> None:
+    names = SortedNames([*manifest.tensors, *manifest.aliases])
     for fqn, tree in optimizers_in(selection.trees).items():
         known = {name for group in tree["groups"].values() for name in group["params"]}
-        prefix = join_fqn(fqn, "state.")
-        of_state = [name for name in (*manifest.tensors, *manifest.aliases) if name.startswith(prefix)]
-        parameters = {name: split_state_path(name.removeprefix(prefix), known)[0] for name in of_state}
+        state_fqn = join_fqn(fqn, "state")
+        of_state = names.below(state_fqn)
+        parameters = {name: split_state_path(name[len(state_fqn) + 1 :], known)[0] for name in of_state}
         taken = {parameters[name] for name in of_state if name in selection.names} - {""}
         left_out = (name for name in of_state if name not in selection.names)
         torn = next((name for name in left_out if parameters[name] in taken), None)

@@ -329,7 +329,7 @@ def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
 
 @contextmanager
 def _discarded_on(kind: type[BaseException], plan: _Plan, files: Sequence[DataFile]) -> Iterator[None]:
-    """Removes the files if the block ends with an error of this class. May be added to meanwhile."""
+    """Removes the files if the block ends with an error of this class; the block may add to `files`."""
     try:
         yield
     except kind:

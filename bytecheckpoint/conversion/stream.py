@@ -76,8 +76,9 @@ class Stream:
         return [Block(at, min(BLOCK_BYTES, self.byte_length - at)) for at in range(0, self.byte_length, BLOCK_BYTES)]
 
     def fill(self, byte_offset: int, memory: memoryview, elements: Elements) -> None:
-        """Fills the memory with the bytes of the file from `byte_offset` on. The memory must be aligned as the file is:
-        what begins at an aligned offset of the file is at an aligned address.
+        """Fills the memory with the bytes of the file from `byte_offset` on. If the file has checksums (`Late` runs),
+        calls must go through it in order, and read each byte once. The memory must be aligned as the file is: what
+        begins at an aligned offset of the file is at an aligned address.
         """
         parts = list(self._parts(byte_offset, memory))
         elements.read(

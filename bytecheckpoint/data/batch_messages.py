@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import EllipsisType
@@ -75,8 +76,8 @@ def _with_leaves(convert: Callable[[Any], Any], change: Change) -> Change:
 
 
 def _converted(convert: Callable[[Any], Any], tree: Any) -> Any:
-    if type(tree) is dict:
-        return {key: _converted(convert, value) for key, value in tree.items()}
+    if type(tree) in {dict, OrderedDict}:
+        return type(tree)((key, _converted(convert, value)) for key, value in tree.items())
     if type(tree) in {list, tuple}:
         return type(tree)(_converted(convert, value) for value in tree)
     return convert(tree)

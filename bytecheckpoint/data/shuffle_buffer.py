@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -110,8 +111,8 @@ def _copied(sample: Any) -> Any:
         return sample.clone()
     if isinstance(sample, np.ndarray):
         return sample.copy()
-    if type(sample) is dict:
-        return {key: _copied(value) for key, value in sample.items()}
+    if type(sample) in {dict, OrderedDict}:
+        return type(sample)((key, _copied(value)) for key, value in sample.items())
     if type(sample) in {list, tuple}:
         return type(sample)(value if type(value) in _ATOMS else _copied(value) for value in sample)
     return sample

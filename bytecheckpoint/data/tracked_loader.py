@@ -164,7 +164,7 @@ class TrackedLoader:
         return iterator
 
     def begin_counted(self, begin: Callable[[], _Begun]) -> _Begun:
-        """Calls `begin`, which begins a pass over the streams, here or in workers."""
+        """Calls `begin` and returns its result: a pass over the streams, here or in workers, that is counted."""
         self._streams.is_counted = True
         try:
             return begin()
@@ -244,7 +244,10 @@ class _CountedPass:
         return counted.batch
 
     def _read(self, iterator: Any) -> CountedBatch | None:
-        """Returns the next batch, or None if the loader's own iterator is exhausted."""
+        """Returns the next batch; None when the loader's own iterator ends, and StopIteration is raised after that.
+
+        Raises RuntimeError for a pass that is out of date.
+        """
         if self._number != self._tracked._num_passes:
             raise RuntimeError(
                 "this pass over a DataLoader of bcp.data.Streams is out of date: another one was begun since, or a "

@@ -106,13 +106,13 @@ class Attendance:
             raise self._other_call
 
     def _compare_with_listener(self, call: CallStore) -> None:
-        other, _, rank = self._compare(call, _GATHERS, _LISTENS).partition(_END_OF_CALL)
+        other, _, rank = self._exchange_calls(call, _GATHERS, _LISTENS).partition(_END_OF_CALL)
         if rank and other.decode() != self._call_name:
             self._other_call = _other_call(other.decode(), self._call_name, self._global_ranks, rank=int(rank))
 
-    def _compare(self, call: CallStore, own_key: str, other_key: str) -> bytes:
-        """Puts the call under its own key, unless another rank has, and returns what is under the other key; nothing
-        after the first time.
+    def _exchange_calls(self, call: CallStore, own_key: str, other_key: str) -> bytes:
+        """Puts the call under its own key, unless another rank has, and returns the one under the other key; b"" if
+        there is none, and after the first time.
         """
         if self._has_compared:
             return b""
@@ -131,7 +131,7 @@ class Attendance:
         """
         if number == 0 and self._blocks.rank == _WITNESS:
             self._warn_of_late(lambda: [COORDINATOR])
-        if is_first and (message := self._compare(call, _LISTENS, _GATHERS)):
+        if is_first and (message := self._exchange_calls(call, _LISTENS, _GATHERS)):
             check_call(self._call_name, message, self._global_ranks, rank=self._blocks.rank)
         watches_it = self._blocks.is_leader or self._blocks.leader == COORDINATOR
         key = down_key(number, "all")

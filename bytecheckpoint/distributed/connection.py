@@ -85,7 +85,7 @@ class Connection:
             while left:
                 left = left[self._socket.send(left) :]
         except TimeoutError:
-            raise missing((self.global_rank,), f"took nothing for {self.timeout_s:g} s") from None
+            raise missing_error((self.global_rank,), f"took nothing for {self.timeout_s:g} s") from None
         except OSError as error:
             self.check_peer()  # it may have disconnected before
             raise self._gone(error) from error
@@ -145,9 +145,9 @@ class Connection:
         try:
             fill(buffer, self._socket)
         except TimeoutError:
-            raise missing((self.global_rank,), f"passed nothing on for {self.timeout_s:g} s") from None
+            raise missing_error((self.global_rank,), f"passed nothing on for {self.timeout_s:g} s") from None
         except OSError as error:
-            raise missing((self.global_rank,), f"was to pass on what it reads, and is gone ({error})") from error
+            raise missing_error((self.global_rank,), f"was to pass on what it reads, and is gone ({error})") from error
 
     def receive_header(self, on_heartbeat: Callable[[], object] = lambda: None) -> WireHeader:
         """Returns the next header, past heartbeats. Raises PeerLeftError at DISCONNECT, or as `receive_into` does."""
@@ -177,7 +177,7 @@ class Connection:
         self._socket.close()
 
     def _gone(self, reason: object) -> CheckpointError:
-        return missing((self.global_rank,), f"was to take what this one reads, and is gone ({reason})")
+        return missing_error((self.global_rank,), f"was to take what this one reads, and is gone ({reason})")
 
 
 def interrupt(waiting: socket.socket) -> None:
@@ -199,7 +199,7 @@ def fill(buffer: memoryview | bytearray, connected: socket.socket) -> memoryview
     return filled
 
 
-def missing(global_ranks: tuple[int, ...], what: str) -> CheckpointError:
+def missing_error(global_ranks: tuple[int, ...], what: str) -> CheckpointError:
     """Returns the error about ranks that are lost; `what` says what they failed to do."""
     return CheckpointError(
         f"{shown_ranks(global_ranks)} {what}: dead or stuck. Look at its log; raise options.timeout_s if it is only "

@@ -104,6 +104,8 @@ class Departures:
             time.sleep(_POLL_S)
 
     def _is_empty_but_for(self, missing: Collection[int]) -> Callable[[int], bool]:
+        """Returns a test of a leader: whether all ranks of its block have left, but for the missing ones."""
+
         def is_empty(leader: int) -> bool:
             late = [_bit(rank - leader) for rank in self._members(leader) if rank in missing]
             return self._call.store.add(_mask_key(leader), 0) | sum(late) == self._mask(leader)

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from bytecheckpoint.distributed.connection import GRACE_S, Connection, PeerLeftError, fill, interrupt, missing
+from bytecheckpoint.distributed.connection import GRACE_S, Connection, PeerLeftError, fill, interrupt, missing_error
 from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S
 from bytecheckpoint.distributed.liveness.host_links import own_hosts
 from bytecheckpoint.errors import CheckpointError
@@ -87,7 +87,9 @@ class Listener:
                 if is_over.is_set():
                     deadline = min(deadline, time.monotonic() + GRACE_S)
                 if time.monotonic() > deadline:
-                    error = missing(tuple(awaited.values()), f"did not connect to this one within {timeout_s:g} s")
+                    error = missing_error(
+                        tuple(awaited.values()), f"did not connect to this one within {timeout_s:g} s"
+                    )
                     raise PeerLeftError if is_over.is_set() else error
                 with suppress(TimeoutError, ConnectionAbortedError):
                     connected, _ = self._socket.accept()

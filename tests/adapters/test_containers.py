@@ -169,11 +169,24 @@ def test_an_empty_dict_takes_nothing_of_another_dict_whose_key_has_dots(tmp_path
     assert target == state
 
 
+@pytest.mark.parametrize("inner", [{"c": 2}, {"c": torch.arange(300.0)}, [torch.ones(3)]])
+@pytest.mark.parametrize("leaf", [1, torch.ones(300)])
+def test_a_container_with_the_name_of_a_leaf_comes_back(tmp_path: Path, leaf: Any, inner: Any) -> None:
+    state = {"x": {"a.b": leaf, "a": {"b": inner}, 1: leaf, "1": inner}}
+    bcp.save(tmp_path, copy.deepcopy(state))
+    target = blank(state)
+    bcp.load(tmp_path, target)
+    assert equal(target, state)
+
+
 COLLISIONS = {
     "dot and nesting": ({"a": {"b": 1}, "a.b": 2}, "a.b"),
     "dot and nesting, tensors": ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}, "a.b"),
     "int and str": ({"s": {0: 1, "0": 2}}, "s.0"),
     "int and str at the top": ({0: 1, "0": 2}, "0"),
+    "a value and a dict at the top": ({0: 1, "0": {"a": 2}}, "0"),
+    "two dicts at the top": ({0: {"b": 1}, "0": {"a": 2}}, "0"),
+    "a RankLocal and a dict": ({"m": {0: bcp.RankLocal(1), "0": {"a": 2}}}, "m.0"),
     "list and str": ({"s": [torch.ones(1)], "s.0": 1}, "s.0"),
     "deep": ({"s": {"a.b": {"c": 1}, "a": {"b.c": 2}}}, "s.a.b.c"),
     "tensor and data": ({"s": {"a.b": torch.ones(1), "a": {"b": 2}}}, "s.a.b"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -396,6 +397,17 @@ def test_a_row_of_many_short_documents_counts_each_of_them_a_few_times(monkeypat
 def test_a_buffer_whose_size_or_seed_is_no_integer_is_refused_at_once(arguments: Any) -> None:
     with pytest.raises(ValueError, match="size and seed of a ShuffleBuffer are integers, not"):
         ShuffleBuffer([1], **arguments)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_a_state_stays_when_a_training_loop_changes_samples_of_a_buffer(kind: Callable[[Any], Any]) -> None:
+    buffer = ShuffleBuffer([kind({"x": torch.zeros(2)}) for _ in range(4)], 4)
+    samples = iter(buffer)
+    next(samples)
+    state = buffer.state_dict()
+    for sample in samples:
+        sample["x"].add_(1)
+    assert not any(bool(each["x"].any()) for each in state["buffer"])
 
 
 def test_a_buffer_with_no_room_is_refused_at_once() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import pickle
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,15 @@ def test_a_sample_in_a_buffer_arrives_with_its_values(sample: torch.Tensor) -> N
     arrived = batch_messages._unpack_tensor(pickle.loads(pickle.dumps(batch_messages._pack_tensor(sample))))
     assert torch.equal(arrived, sample)
     assert (arrived.dtype, arrived.shape) == (sample.dtype, sample.shape)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_no_tensor_of_a_sample_is_sent_as_one_which_would_hold_a_file_open(kind: Callable[[Any], Any]) -> None:
+    sent = batch_messages._converted(batch_messages._pack_tensor, [kind({"x": torch.ones(3)})])
+    assert not isinstance(sent[0]["x"], torch.Tensor)
+    (arrived,) = batch_messages._converted(batch_messages._unpack_tensor, sent)
+    assert type(arrived) is kind
+    assert torch.equal(arrived["x"], torch.ones(3))
 
 
 @pytest.mark.parametrize("workers", WORKERS)

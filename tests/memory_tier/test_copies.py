@@ -24,7 +24,7 @@ from faults.seams import SAVE_PHASES, before, raising
 
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed import transfer
-from bytecheckpoint.distributed.connection import missing
+from bytecheckpoint.distributed.connection import missing_error
 from bytecheckpoint.memory_tier import pieces
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.staging.copy_slots import CopySlots, scan_copies
@@ -148,7 +148,7 @@ def save_breaking(rank: int, world_size: int, folder: Path, breaks: int) -> tupl
         num_arrived += 1
         if rank == 1 and breaks and num_arrived % 4 == 0:
             breaks -= 1
-            raise missing((0,), "is cut off")
+            raise missing_error((0,), "is cut off")
         check(*arguments, **names)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -491,7 +491,7 @@ def save_with_broken_copies(rank: int, world_size: int, folder: Path, steps: lis
 
     def breaking(*arguments: Any, **names: Any) -> None:
         if step in broken:
-            raise missing((0,), "is cut off")
+            raise missing_error((0,), "is cut off")
         check(*arguments, **names)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():

@@ -118,7 +118,11 @@ class DataLoaderEntry:
         the loader names twice, or that is no valid text.
         """
         fqn = join_fqn(self.fqn, "streams")
-        ids = sorted(loader.stream_ids())
+        given: Sequence[Any] = loader.stream_ids()  # of a class of the user
+        if odd := [each for each in given if not isinstance(each, str)]:
+            what = f"a stream whose id is of type {type(odd[0]).__name__}"
+            raise unsupported(f"{fqn}.{odd[0]}", what, "let stream_ids() return texts")
+        ids: list[str] = sorted(given)
         if len(set(ids)) < len(ids):
             twice = next(one for one, other in pairwise(ids) if one == other)
             raise unsupported(join_fqn(fqn, twice), "a stream that stream_ids() names twice", "give each its own id")

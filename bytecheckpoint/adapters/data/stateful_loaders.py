@@ -24,7 +24,9 @@ def count_once(loader: Any) -> None:
 
 
 def _make_iterator(loader: Any) -> Any:
-    """Makes the iterator, with the class's own method from then on, and takes from its counts what it read again."""
+    """Makes the next iterator, and subtracts from its counts the batches that it read again. Later iterators are made
+    by the class's own method.
+    """
     vars(loader).pop(_MAKE, None)
     state = loader.next_iter_state
     iterator = getattr(loader, _MAKE)()

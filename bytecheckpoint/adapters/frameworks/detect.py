@@ -54,23 +54,24 @@ def refuse_absent(framework: str, state: Mapping[str, Any], *, has_own: bool) ->
 
 
 def _is_there(framework: str, state: Mapping[str, Any]) -> bool:
-    if framework in {"megatron", "deepspeed"}:
+    if framework in {"megatron", "deepspeed"}:  # an adapter of theirs reads all that counts
         return False
-    values = list(_values(state))
+    values = list(_leaves(state))
     if _is_among(framework, values):
         return True
     # The state_dict of an object may cost memory: it is read only where nothing else matches.
     wrappers = (value for value in values if is_stateful(value) and not stages_of(value))
-    return any(_is_among(framework, list(_values(value.state_dict()))) for value in wrappers)
+    return any(_is_among(framework, list(_leaves(value.state_dict()))) for value in wrappers)
 
 
-def _values(value: Any) -> Iterator[Any]:
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yields what nested containers hold; a list of model stages is not taken apart."""
     if isinstance(value, RankLocal):
         value = value.value
     if isinstance(value, Mapping):
-        yield from chain.from_iterable(map(_values, value.values()))
+        yield from chain.from_iterable(map(_leaves, value.values()))
     elif isinstance(value, list | tuple) and not stages_of(value):
-        yield from chain.from_iterable(map(_values, value))
+        yield from chain.from_iterable(map(_leaves, value))
     else:
         yield value
 

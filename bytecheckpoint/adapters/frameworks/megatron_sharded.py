@@ -139,7 +139,7 @@ def _add_factory(fqn: str, factory: Any, found: ShardedObjects) -> None:
         if not _cover(pieces, data):
             raise _not_inverse(name, "its pieces do not contain each element of its data exactly once")
     else:
-        copied = CopiedFactory(data.detach(), lambda: factory.merge_fn(_with_data(built)))
+        copied = CopiedFactory(data.detach(), lambda: factory.merge_fn(_data_of(built)))
         merged = copied.merged()
         if merged.shape != data.shape or not torch.equal(bits_of(merged.to(data.dtype)), bits_of(data)):
             raise _not_inverse(name, "its merge_fn does not give back what its build_fn took apart")
@@ -147,11 +147,12 @@ def _add_factory(fqn: str, factory: Any, found: ShardedObjects) -> None:
     found.pieces.extend(pieces)
 
 
-def _with_data(built: Any) -> Any:
+def _data_of(built: Any) -> Any:
+    """Returns what a build_fn returned, with the data of each ShardedTensor in its place."""
     if isinstance(built, Mapping):
-        return {key: _with_data(value) for key, value in built.items()}
+        return {key: _data_of(value) for key, value in built.items()}
     if type(built) in (list, tuple):
-        return type(built)(map(_with_data, built))
+        return type(built)(map(_data_of, built))
     return built.data
 
 

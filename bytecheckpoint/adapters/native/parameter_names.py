@@ -116,8 +116,8 @@ def name_parameters(
 
 
 def _found_in_modules(wanted: Collection[int], modules: Sequence[NamesParameters]) -> OptimizedParameters:
-    """Merges the names that several modules have for the tensors with the `wanted` ids. The first module that has a
-    parameter names it; any may hold it in a flat parameter.
+    """Merges the names that several modules have for the tensors with the `wanted` ids, without those that no module
+    has. The first module that has a parameter names it; any may hold it in a flat parameter.
     """
     whole: dict[int, ParameterNames] = {}
     flat: dict[int, list[OptimizedParameter]] = {}

@@ -216,6 +216,7 @@ def _try_build(parts: Mapping[str, Any], like: torch.Tensor | None) -> torch.Ten
 
 
 def _built(parts: Mapping[str, Any], like: torch.Tensor | None) -> torch.Tensor:
+    """Builds one subclass of its inner tensors and facts; `like` is as in `restored`. Raises what its class raises."""
     facts: Facts = parts[FACTS]
     inner = {name: part for name, part in parts.items() if name != FACTS}
     shape, stride = torch.Size(facts[0]["shape"]), tuple(facts[0]["stride"])
@@ -319,6 +320,7 @@ def _ends_with_blocks(outer: DTensor, dim: int, length: int) -> bool:
 
 
 def _as_dtensor(local: torch.Tensor, shape: torch.Size, outer: DTensor, *, is_table: bool) -> DTensor:
+    """Wraps the local part of a tensor of this shape: replicated if `is_table`, else with the placements of `outer`."""
     placements = tuple(Replicate() for _ in outer.placements) if is_table else outer.placements
     meta = TensorMeta(shape, dense_stride(shape, range(len(shape), 0, -1)), local.dtype)
     spec = DTensorSpec(outer.device_mesh, placements, tensor_meta=meta)

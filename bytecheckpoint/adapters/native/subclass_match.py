@@ -278,8 +278,8 @@ class SubclassState:
         return is_like and isinstance(self._parameter, DTensor)
 
     def _cut_like(self, key: str, stored: StoredTensor) -> DTensor | None:
-        """Returns the DTensor of the same shape as which a tensor in a dict or a list is cut: the optimizer's own one
-        there, else the parameter. None where the optimizer has a whole tensor, and where neither has that shape.
+        """Returns the DTensor that tells how to cut a stored tensor in a dict or a list: the optimizer's own one there,
+        else the parameter. None where the optimizer has a whole tensor, and where neither has the stored shape.
         """
         if self._enclosing(key):
             return None

@@ -220,6 +220,7 @@ def _runs_code(cls: type[Any], names: Collection[str]) -> bool:
 
 
 def _dataclass(value: Mapping[str, Any], shape: tuple[int, ...], device: torch.device) -> Any:
+    """Returns the dataclass instance of this plain data. Raises LookupError where making it would run other code."""
     cls, fields = _imported(value[_DATACLASS]), _fields(value)
     names = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else None
     if names != fields.keys():

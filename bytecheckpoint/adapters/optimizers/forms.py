@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from bytecheckpoint.adapters.key_map import SortedNames
 from bytecheckpoint.adapters.optimizers.hyperparameters import same_value
 from bytecheckpoint.adapters.optimizers.stored_optimizer import BY_POSITION, is_optimizer_tree, split_state_path
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
@@ -85,7 +86,7 @@ class Reshaping(NamedTuple):
     """Forms by state FQN."""
     parse: Parse
 
-    def reshaped(self, tree: Any, fqn: str, rename: Callable[[str], str], tensors: Iterable[str]) -> Any:
+    def reshaped(self, tree: Any, fqn: str, rename: Callable[[str], str], tensors: SortedNames) -> Any:
         """Returns the tree of this checkpoint FQN, with optimizers in it in the forms that the state has; the tree
         itself if nothing changes. `rename` turns a checkpoint FQN into a state FQN; `tensors` are the checkpoint FQNs
         of all tensors.
@@ -101,7 +102,7 @@ class Reshaping(NamedTuple):
         items = {key: self.reshaped(item, join_fqn(fqn, key), rename, tensors) for key, item in tree.items()}
         return type(tree)(items) if any(items[key] is not tree[key] for key in items) else tree
 
-    def _in_form(self, form: Form, tree: dict[Any, Any], fqn: str, tensors: Iterable[str]) -> Any:
+    def _in_form(self, form: Form, tree: dict[Any, Any], fqn: str, tensors: SortedNames) -> Any:
         if form.beside:
             found = self._in_form(form._replace(beside=frozenset()), tree, fqn, tensors)
             return found | {key: tree[key] for key in form.beside if key in tree}
@@ -125,7 +126,7 @@ class Reshaping(NamedTuple):
         return {**shown, "facts": facts} if facts else shown
 
 
-def _holds_more(form: Form, own: Mapping[str, Any], fqn: str, tensors: Iterable[str]) -> bool:
+def _holds_more(form: Form, own: Mapping[str, Any], fqn: str, tensors: SortedNames) -> bool:
     """Returns True if an optimizer was saved by position, as in a state_dict(), and has state under keys that are not
     among `form.keys`; False if these are not set.
     """
@@ -134,7 +135,7 @@ def _holds_more(form: Form, own: Mapping[str, Any], fqn: str, tensors: Iterable[
     return any(not form.keys >= values.keys() for values in _with_refs(own, fqn, tensors)[_STATE].values())
 
 
-def _with_numbers(tree: Any, fqn: str, tensors: Iterable[str]) -> Any:
+def _with_numbers(tree: Any, fqn: str, tensors: SortedNames) -> Any:
     """Returns the tree, with each optimizer that was saved by position in the form of its state_dict()."""
     if not isinstance(tree, dict):
         return tree
@@ -164,13 +165,13 @@ def _without_refs(tree: Mapping[str, Any], fqn: str) -> dict[str, Any]:
     return {**tree, _STATE: {name: plain for name, plain in state.items() if plain}}
 
 
-def _with_refs(tree: Mapping[str, Any], fqn: str, tensors: Iterable[str]) -> dict[str, Any]:
+def _with_refs(tree: Mapping[str, Any], fqn: str, tensors: SortedNames) -> dict[str, Any]:
     """Returns the library's own tree with a reference for each tensor of the optimizer."""
     known = {name for group in tree["groups"].values() for name in group[_PARAMS]}
     state = {name: dict(values) for name, values in tree[_STATE].items()}
-    prefix = f"{join_fqn(fqn, _STATE)}."
-    for tensor in tensors:
-        name, key = split_state_path(tensor.removeprefix(prefix), known) if tensor.startswith(prefix) else ("", "")
+    state_fqn = join_fqn(fqn, _STATE)
+    for tensor in tensors.below(state_fqn):
+        name, key = split_state_path(tensor[len(state_fqn) + 1 :], known)
         if name and "." not in key:  # the tree itself refers to tensors in containers
             state.setdefault(name, {})[key] = TensorRef(tensor)
     return {**tree, _STATE: state}

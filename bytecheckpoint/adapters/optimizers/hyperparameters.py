@@ -126,6 +126,7 @@ def set_hyperparameters(
 
 
 def _taken_over(own: Any, value: Any, filled: MutableMapping[int, torch.Tensor]) -> Any:
+    """Returns `own`, filled with the value, or what replaces it, as `set_hyperparameters` says."""
     if type(own) in (list, tuple) and type(value) in (list, tuple) and len(own) == len(value):
         return type(value)(map(_taken_over, own, value, repeat(filled)))
     if isinstance(own, torch.Tensor):
@@ -278,7 +279,7 @@ def clashes(
     return clashing
 
 
-def problem_of(fqn: str, kinds: Collection[str], clashing: Sequence[Clash]) -> Problem:
+def clash_problem(fqn: str, kinds: Collection[str], clashing: Sequence[Clash]) -> Problem:
     """Returns one problem for all parameters of an optimizer entry; `kinds` are the names of its classes."""
     first = clashing[0]
     shown = and_more([clash.name for clash in clashing], _NUM_SHOWN)

@@ -32,8 +32,8 @@ from bytecheckpoint.adapters.optimizers.hyperparameters import (
     after_load,
     agreed,
     by_first_parameter,
+    clash_problem,
     clashes,
-    problem_of,
     set_hyperparameters,
     tensors_to_load,
     torn_problem,
@@ -181,7 +181,7 @@ class OptimizerEntry:
     def expect(self, checkpoint: CheckpointView) -> Expectation:
         stored = self._find(checkpoint)
         if stored is None:
-            return self._expect_nothing(checkpoint)
+            return self._not_found(checkpoint)
         padding: list[LocalShard] = []
         skipped: set[str] = set()
         claims, problems = set(stored.shared_claims()), stored.number_problems()
@@ -192,7 +192,7 @@ class OptimizerEntry:
             skipped.update(
                 fqn for fqn in stored.claims(names) if fqn in checkpoint.tensors or fqn in checkpoint.tree_leaves
             )
-        expectation.problems.extend(self._refuse(stored).problems)
+        expectation.problems.extend(self._find_refused(stored).problems)
         whole = (state.expect() for state in self._param_states(stored))
         flat = (state.expect(stored) for state in self._flat_states(stored))
         for of_state in chain(whole, flat):
@@ -216,7 +216,8 @@ class OptimizerEntry:
         expectation.shards.extend(made.found)
         return expectation
 
-    def _expect_nothing(self, checkpoint: CheckpointView) -> Expectation:
+    def _not_found(self, checkpoint: CheckpointView) -> Expectation:
+        """Returns what the load reports where the checkpoint has no optimizer for this entry: no targets, a problem."""
         why = checkpoint.why_left_out(self.fqn)
         if why is not None:  # its tensors are there, and no use without its groups
             claims = {name for name in checkpoint.all_names() if is_at_or_below(name, {self.fqn})}
@@ -256,7 +257,7 @@ class OptimizerEntry:
         filled: dict[int, torch.Tensor] = {}
         disagreeing: list[str] = []
         for group in self._groups():
-            if id(group.values) not in self._refuse(stored).groups:
+            if id(group.values) not in self._find_refused(stored).groups:
                 parameters = self._optimized.names(group.parameters)
                 values, problems = agreed(parameters, stored, checkpoint, self._hyperparameters)
                 disagreeing += [problem.text for problem in problems if problem.fqn not in self._known_problems]
@@ -281,7 +282,7 @@ class OptimizerEntry:
                 self._found = StoredOptimizer(self.fqn, tree, checkpoint, names, has_order=has_order)
         return self._found
 
-    def _refuse(self, stored: StoredOptimizer) -> _Refused:
+    def _find_refused(self, stored: StoredOptimizer) -> _Refused:
         """Returns the groups that another kind of optimizer saved, or of which the load would leave torn state."""
         if self._refused is None:
             clashing: list[Clash] = []
@@ -301,7 +302,7 @@ class OptimizerEntry:
                 torn += torn_here
                 refused.update([id(values)] if of_group or torn_here else [])
             kinds = {type(optimizer).__name__ for optimizer in self.optimizers}
-            problems = [problem_of(self.fqn, kinds, clashing)] if clashing else []
+            problems = [clash_problem(self.fqn, kinds, clashing)] if clashing else []
             problems += [torn_problem(self.fqn, kinds, torn)] if torn else []
             self._refused = _Refused(refused, problems)
         return self._refused
@@ -318,7 +319,7 @@ class OptimizerEntry:
         """Yields the state of each parameter that is not flat memory, stored or not, but for parameters that `exclude`
         leaves out and groups that are refused.
         """
-        whole, refused = self._optimized.whole, self._refuse(stored).groups
+        whole, refused = self._optimized.whole, self._find_refused(stored).groups
         for group in self._groups() if whole else ():
             for parameter in group.parameters if id(group.values) not in refused else ():
                 names = whole.get(id(parameter))
@@ -330,7 +331,7 @@ class OptimizerEntry:
         refused.
         """
         flat = self._optimized.flat
-        refused = self._refuse(stored).groups if flat and stored is not None else ()
+        refused = self._find_refused(stored).groups if flat and stored is not None else ()
         for group in self._groups() if flat else ():
             for memory in group.parameters if id(group.values) not in refused else ():
                 optimized = flat.get(id(memory), ())

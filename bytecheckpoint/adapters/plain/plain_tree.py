@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bytecheckpoint.adapters.native.subclass_flatten import is_subclass, parts_of
+from bytecheckpoint.adapters.native.subclass_metadata import FACTS
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS
 from bytecheckpoint.adapters.torch_types import loaded_dtensor
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, TensorRef, too_deep, unsupported
@@ -72,6 +73,7 @@ def _add_leaves(value: Any, fqn: str, found: dict[str, Any], depth: int, *, may_
 
 
 def _children(value: Any, fqn: str) -> Collection[tuple[object, Any]]:
+    """Returns key and item of what a container holds; nothing for a leaf, such as a list without tensors."""
     if isinstance(value, dict):
         return value.items()
     if type(value) in (list, tuple) and _holds_tensor(value, fqn, MAX_DEPTH):
@@ -91,12 +93,13 @@ def _holds_tensor(value: Any, fqn: str, depth: int) -> bool:
 
 
 def with_leaves(value: Any, fqn: str, new: Mapping[str, Any]) -> Any:
-    """Returns the tree with new leaves, or new values for whole containers: dicts and lists are changed in place,
-    tuples made anew. Leaves not in `new` stay, and so do those of tensor subclasses, which are filled in place.
+    """Returns the tree with new leaves, or new values for dicts of the parts of a subclass: dicts and lists are changed
+    in place, tuples made anew. Leaves not in `new` stay, and so do those of subclasses, which are filled in place.
     """
-    if fqn in new:
-        return new[fqn]
     children = _children(value, fqn)
+    # A container of the name of a leaf stays: {"a.b": 1, "a": {"b": {"c": 2}}}.
+    if fqn in new and (not children or (isinstance(value, dict) and FACTS in value)):
+        return new[fqn]
     if not children or isinstance(value, torch.Tensor):
         return value
     prefix = f"{fqn}." if fqn else ""

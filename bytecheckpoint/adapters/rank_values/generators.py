@@ -159,6 +159,7 @@ def put_back(tree: Any, generators: list[FoundGenerator]) -> Any:
 
 
 def _replaced(tree: Any, keys: tuple[Any, ...], value: Any) -> Any:
+    """Returns the tree with the value at the end of a path of keys. Changes dicts and lists; makes tuples anew."""
     if not keys:
         return value
     first, *rest = keys

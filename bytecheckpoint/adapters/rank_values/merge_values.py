@@ -177,7 +177,7 @@ def merge(values: Mapping[int, Any], fqn: str, rule: MergeRule, left_out: Collec
     in `left_out` the value of the first rank stands for all.
 
     Raises CheckpointMismatchError (conflict), naming FQN and ranks, for values that have no sum or no largest, are not
-    alike, or whose sum is out of range of their dtype.
+    alike, or whose sum is out of range of their integer dtype.
     """
     kinds = {type(value) for value in values.values()}
     kind: Any = kinds.pop() if len(kinds) == 1 else None

@@ -129,9 +129,9 @@ def _whole_number(at: Mapping[str, Any], name: str) -> int:
 
 
 def _set_cuda(current: int | None, devices: list[torch.Tensor]) -> None:
-    """Sets the generators of CUDA devices to saved states, by number; then that of the device that is current now to
-    the state number `current`, of the device that was current then. With None it keeps that of its own number. No other
-    device is made current.
+    """Sets the generators of CUDA devices to the saved states of the same numbers; then that of the device that is
+    current now to state number `current`, of the device that was current at the save, unless that is None. Warns of
+    states without a device. Does not change which device is current.
     """
     num_devices = torch.cuda.device_count()
     for number in range(min(len(devices), num_devices)):

@@ -156,7 +156,9 @@ class HostLinks:
         self._open.clear()
 
     def _note(self, rank: int, link: socket.socket) -> None:
-        """Notes what a link that has become readable shows."""
+        """Closes a link that has become readable, and notes why: its process has ended or is unreachable, or the other
+        end closed a link that is opened again.
+        """
         received, is_reset = None, False
         try:
             received = link.recv(1)
@@ -213,6 +215,7 @@ def _leave(link: socket.socket) -> None:
 
 
 def _with_keepalive(link: socket.socket) -> socket.socket:
+    """Returns the same socket, with keepalive probes, and no longer blocking."""
     link.setblocking(False)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     with suppress(AttributeError, OSError):  # not every system has these

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from bytecheckpoint.distributed.connection import Activity, PeerLeftError, missing
+from bytecheckpoint.distributed.connection import Activity, PeerLeftError, missing_error
 from bytecheckpoint.distributed.same_host.host_ranks import GONE, LEFT, HostRanks
 from bytecheckpoint.distributed.same_host.shared_memory import Message
 from bytecheckpoint.distributed.wire import UnitRequests, decode_request, encode_request
@@ -150,7 +150,7 @@ class HostExchange:
         if message.kind == LEFT:
             raise PeerLeftError
         if message.kind == GONE:
-            raise missing((self._global_ranks[sender],), "has ended its load, and says nothing")
+            raise missing_error((self._global_ranks[sender],), "has ended its load, and says nothing")
         if message.kind == _REQUEST:
             content = self._host_ranks.others[sender].read(message.start, message.byte_length)
             self._note_request(sender, decode_request(content, peer=self._global_ranks[sender]))
@@ -204,7 +204,7 @@ class HostExchange:
             raise self._lost(self._unasked, f"did not connect to this one within {timeout_s:g} s")
 
     def _lost(self, ranks: Iterable[int], what: str) -> Exception:
-        return missing(tuple(sorted({self._global_ranks[rank] for rank in ranks})), what)
+        return missing_error(tuple(sorted({self._global_ranks[rank] for rank in ranks})), what)
 
     def _send(self, to: int, kind: int, **fields: int) -> None:
         while not self._host_ranks.send(to, kind, **fields):

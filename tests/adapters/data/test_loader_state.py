@@ -163,11 +163,13 @@ def test_streams_of_the_last_load_need_an_owner(tmp_path: Path) -> None:
         bcp.save(tmp_path / "2", {"data": state})
 
 
-INEXACT: dict[str, tuple[dict[str, Any], str]] = {
+INEXACT: dict[str, tuple[dict[Any, Any], str]] = {
     "an object with a key of no name": ({"a": {1.5: 2}}, "data.streams.a"),
     "an object": ({"a": {"x": object()}}, "data.streams.a.x"),
     "half a letter": ({"a": {"x": "\ud800"}}, "data.streams.a.x"),
     "half a letter in an id": ({"\ud800": 1}, "data.streams"),
+    "a number as an id": ({1: 1}, "data.streams.1"),
+    "a text and a number as ids": ({"a": 1, 2: 1}, "data.streams.2"),
     "a sparse tensor": ({"a": torch.eye(3).to_sparse()}, "data.streams.a"),
 }
 

@@ -11,12 +11,20 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from counted_names import CountedName
 from optimizer_shapes import FLAT, Container
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state
 from training import mlp, same_module, same_value, train
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView
+from bytecheckpoint.adapters.optimizers.forms import Form, Reshaping
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.formats.torch_optimizer import as_saved_here
+from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.manifest.plain_wire import TensorRef
+from bytecheckpoint.manifest.records import tensor_record
 
 Optimizer = torch.optim.Optimizer
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -228,3 +236,26 @@ def test_state_that_is_nested_below_its_key_is_taken_apart_and_put_together(tmp_
     assert not report.missing
     assert same_value(again, flat)
     assert parameter.shape == (8, 4)
+
+
+def test_many_optimizers_are_put_into_another_form_without_a_look_at_all_tensors_for_each() -> None:
+    names = [str(number) for number in range(100)]
+    group: dict[str, Any] = {"w": {"params": {"w": None}, "values": {"lr": 0.1}}}
+    objects = {name: encode_plain({"state": {}, "groups": group}, name, keep_in_tree) for name in names}
+    tensors = [CountedName(f"{name}.state.w.key{key}") for name in names for key in range(10)]
+    manifest = Manifest(
+        save_id="1" * 16, tensors=dict.fromkeys(tensors, tensor_record("float32", (2,), ())), objects=objects
+    )
+    forms = dict.fromkeys(names, Form(groups=[["w"]]))
+    CountedName.num_looks = 0
+    view = CheckpointView(
+        manifest,
+        rank=0,
+        num_ranks=1,
+        key_map=None,
+        include=None,
+        exclude=None,
+        reshape=Reshaping(forms, as_saved_here).reshaped,
+    )
+    assert view.trees["7"]["state"]["w"] == {f"key{key}": TensorRef(f"7.state.w.key{key}") for key in range(10)}
+    assert CountedName.num_looks < 40 * len(tensors)
