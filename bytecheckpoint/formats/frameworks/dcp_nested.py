@@ -102,7 +102,7 @@ def _extra_state(source: SourceFolder, inside: str) -> dict[str, Any]:
     if missing is not None:
         raise missing_file(join_name(source.path, inside), f"has no file of rank {missing}")
     state = {}
-    for rank, name in sorted(files.items()):
-        saved = source.open(name)
+    ranks = sorted(files)
+    for rank, saved in zip(ranks, source.open_all(files[rank] for rank in ranks), strict=True):
         state[f"rank_{rank}"] = saved.plain(saved.value, f"{inside}.rank_{rank}")
     return state
