@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.formats.file_reader import REQUESTS_IN_FLIGHT, FileReader, damaged, missing_file
@@ -24,7 +24,7 @@ class SourceFolder:
     """The folder of a checkpoint. Names are relative to it."""
 
     def __init__(self, store: Store, name: str, listing: Mapping[str, int | None]) -> None:
-        self._store = store
+        self.store = store
         self.name = name
         """Path inside the store."""
         self.listing = listing
@@ -49,7 +49,7 @@ class SourceFolder:
         folder.
         """
         if inside not in self._listings:
-            self._listings[inside] = self._store.list(join_name(self.name, inside))
+            self._listings[inside] = self.store.list(join_name(self.name, inside))
         return self._listings[inside]
 
     def list_all(self, inside: Iterable[str]) -> Sequence[Mapping[str, int | None]]:
@@ -58,7 +58,16 @@ class SourceFolder:
 
     def beside(self) -> SourceFolder:
         """Returns the same folder with an empty builder of its own."""
-        return SourceFolder(self._store, self.name, self.listing)
+        return SourceFolder(self.store, self.name, self.listing)
+
+    def refuse_missing(self, names: Collection[str], index: str) -> None:
+        """Raises CheckpointNotFoundError (missing_file) if files are missing that an index names."""
+        missing = [
+            name for name in sorted(names) if self.list(name.rpartition("/")[0]).get(name.rpartition("/")[2]) is None
+        ]
+        if missing:
+            what = f"lacks {len(missing)} of the {len(names)} files that {index} names, the first {missing[0]!r:.200}"
+            raise missing_file(self.path, f"{what}: it was copied or written in part", "them")
 
     def reader(self, name: str) -> FileReader:
         """Returns a reader of a file in the folder, or deeper. Raises CheckpointNotFoundError (missing_file)."""
@@ -67,7 +76,7 @@ class SourceFolder:
         if num_bytes is None:
             path = join_name(self.path, name)
             raise missing_file(path, "is not there, and the checkpoint has tensors in it", "it")
-        return FileReader(self._store, join_name(self.name, name), num_bytes)
+        return FileReader(self.store, join_name(self.name, name), num_bytes)
 
     def open(self, name: str, find_global: FindGlobal = find_value) -> SavedFile:
         """Opens a file of torch.save, which becomes one of the builder's files. Raises as `reader` does,

@@ -94,6 +94,7 @@ def read_indexed(source: SourceFolder, name: str) -> None:
     files that the index does not name. Raises as `read_folder`.
     """
     weights = read_index(source, name)
+    source.refuse_missing(set(weights.values()), name)
     headers = _read_headers(source, sorted(set(weights.values())))
     missing = sorted(fqn for fqn, file in weights.items() if fqn not in headers.parts.get(file, {}))
     if missing:

@@ -20,7 +20,7 @@ from bytecheckpoint.formats.file_reader import (
 )
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks import megatron_dist
-from bytecheckpoint.formats.frameworks.dcp_metadata import DcpTensor, Item, Metadata, read_metadata
+from bytecheckpoint.formats.frameworks.dcp_metadata import METADATA_NAME, DcpTensor, Item, Metadata, read_metadata
 from bytecheckpoint.formats.frameworks.megatron_dist import unstacked, unstacked_shape
 from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
 from bytecheckpoint.formats.torch_save.file import ZIP_MAGIC, SavedFile, TorchArchive, chunks_of, moved, unpickle
@@ -31,7 +31,6 @@ from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.region import Region
 from bytecheckpoint.storage.paths import join_name
 
-METADATA_NAME = ".metadata"
 _MAX_HEAD_BYTES = 4096
 _HEADS_A_LENGTH = 8
 """Archives of one length that an archive is compared with: of tensors of equal length and other shapes."""

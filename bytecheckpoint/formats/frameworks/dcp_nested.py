@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.formats.file_reader import conflicting, missing_file
 from bytecheckpoint.formats.folder import SourceFolder
-from bytecheckpoint.formats.frameworks.dcp_folder import METADATA_NAME, read_state
+from bytecheckpoint.formats.frameworks.dcp_folder import read_state
+from bytecheckpoint.formats.frameworks.dcp_metadata import METADATA_NAME
 from bytecheckpoint.formats.manifest_builder import two_of
 from bytecheckpoint.storage.paths import join_name
 

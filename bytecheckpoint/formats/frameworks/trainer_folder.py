@@ -38,6 +38,7 @@ def read_torch_model(source: SourceFolder) -> None:
         saved.take_apart(saved.value)
         return
     weights = read_index(source, TORCH_INDEX)
+    source.refuse_missing(set(weights.values()), TORCH_INDEX)
     for saved in source.open_all(sorted(set(weights.values()))):
         name = saved.name
         wanted = {fqn for fqn, file in weights.items() if file == name}
