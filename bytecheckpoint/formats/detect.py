@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from bytecheckpoint.errors import CheckpointNotFoundError, UnsafeCheckpointError
+from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.formats import safetensors_files, unfinished
 from bytecheckpoint.formats.file_reader import FileReader, damaged
 from bytecheckpoint.formats.folder import SourceFolder
@@ -22,8 +22,7 @@ from bytecheckpoint.formats.frameworks import (
 from bytecheckpoint.formats.torch_save import file as torch_file
 from bytecheckpoint.formats.torch_save import sharded_files
 from bytecheckpoint.manifest import Manifest
-from bytecheckpoint.manifest.validation import UNSAFE_NAME
-from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.paths import check_file_name, join_name
 from bytecheckpoint.storage.store import Store
 
 Format = Literal[
@@ -126,7 +125,7 @@ def find_file(store: Store, folder: str, name: str, num_bytes: int) -> ForeignPl
     Raises CheckpointNotFoundError (not_found) for one of no format that is known, CheckpointCorruptError (truncated)
     for an empty one, UnsafeCheckpointError (path_escape) for a name that no store reads.
     """
-    refuse_file_name(join_name(str(store), folder, name), name)
+    check_file_name(join_name(str(store), folder, name), name)
     file = FileReader(store, join_name(folder, name), num_bytes)
     if not num_bytes:
         raise damaged(file.path, "it is empty", kind="truncated")
@@ -141,19 +140,6 @@ def find_file(store: Store, folder: str, name: str, num_bytes: int) -> ForeignPl
         kind="not_found",
         path=file.path,
     )
-
-
-def refuse_file_name(path: str, name: str) -> None:
-    """Raises UnsafeCheckpointError (path_escape) for a file name with ':' or a backslash, which no store
-    reads or writes.
-    """
-    if UNSAFE_NAME.search(name):
-        raise UnsafeCheckpointError(
-            f"{path}: files with ':' or a backslash in their name are neither read nor written; nothing was touched: "
-            "rename the file, or give the path of a symbolic link to it that has another name",
-            kind="path_escape",
-            path=path,
-        )
 
 
 def read_manifest(store: Store, place: ForeignPlace) -> Manifest:
