@@ -69,6 +69,33 @@ def test_an_empty_folder_and_a_folder_of_something_else(tmp_path: Path, read: An
     assert error.value.kind == "not_found"
 
 
+def test_a_path_that_is_not_utf8_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    Path(path).mkdir()
+    calls = [partial(bcp.save, path), partial(bcp.load, path), partial(bcp.save, "below")]
+    calls.append(lambda _: bcp.CheckpointManager(path))
+    monkeypatch.chdir(path)
+    for call in calls:
+        with pytest.raises(bcp.StorageError, match=r"caf\\udce9.*are not UTF-8.*symbolic link") as error:
+            call(state())
+        assert error.value.kind == "unsupported"
+    assert os.listdir(path) == []
+    (tmp_path / "link").symlink_to(path)
+    bcp.save(tmp_path / "link" / "saved", state(1.0))
+    bcp.load(tmp_path / "link" / "saved", state())
+
+
+def test_a_file_of_another_program_whose_name_is_not_utf8_is_refused_or_named(tmp_path: Path) -> None:
+    folder, odd = os.fsencode(tmp_path), b"/caf\xe9.bin"
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    shutil.copy(folder + b"/pytorch_model.bin", folder + odd)
+    assert r"caf\udce9.bin" in bcp.open(tmp_path).info.metadata["left_out"]
+    with pytest.raises(bcp.UnsafeCheckpointError, match=r"caf\\udce9.bin: files with .* not UTF-8"):
+        bcp.open(os.fsdecode(folder + odd))
+
+
 @READERS
 def test_a_path_that_is_a_file(tmp_path: Path, read: Any) -> None:
     path = tmp_path / "file"

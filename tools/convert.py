@@ -57,7 +57,12 @@ Example:
     "product; all others stay as they are.",
 )
 @click.option("--include", multiple=True, metavar="GLOB", help="Write only names of SRC that match; may be repeated.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Write no names of SRC that match; may be repeated.")
+@click.option(
+    "--exclude",
+    multiple=True,
+    metavar="GLOB",
+    help="Write no names of SRC that match, nor the optimizer state of such weights; may be repeated.",
+)
 @with_name_options
 @click.option(
     "--flatten-optimizer",

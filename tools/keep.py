@@ -13,11 +13,17 @@ from typing import Any, NamedTuple, cast
 
 import click
 
-from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, and_more
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    and_more,
+)
 from bytecheckpoint.manager import keep_policies, retention, step_records
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.manager.step_records import StoredStep
-from bytecheckpoint.storage import layout
+from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.inventory import clock_of
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
@@ -117,9 +123,8 @@ def keep(
     store = open_store(root, storage_options=access.storage_options, writer_threads=1)
     stored, unreadable = _steps(store, best)
     now = (clock_of(store) if is_real else None) or time.time()
-    held = retention.held_by_leases(stored, now=now)
-    decided = retention.decide(policy, [item.info for item in stored], now=now, held=held)
-    rows = [_row(store, item, decision) for item, decision in zip(stored, decided, strict=True)]
+    rows, incomplete = _decide(store, policy, stored, now=now)
+    unreadable = sorted(unreadable + incomplete)
     result = _delete(store, rows, now=now) if is_real else Deletions(rows)
     if as_json:
         print_json(_as_json(store, policy, result, unreadable, is_real=is_real))
@@ -162,13 +167,57 @@ def _steps(store: Store, best: Sequence[keep_policies.Best]) -> tuple[list[Store
     return stored, [layout.step_folder(step) for step in sorted(damaged)]
 
 
+def _decide(
+    store: Store, policy: keep_policies.KeepPolicy, stored: Sequence[StoredStep], *, now: float
+) -> tuple[list[KeptRow], list[str]]:
+    """Returns the decisions, and the folders of steps of which data is missing: such a step must not stay in the place
+    of a good one.
+    """
+    complete: set[int] = set()
+    incomplete: list[str] = []
+    while True:
+        held = retention.held_by_leases(stored, now=now)
+        decided = retention.decide(policy, [item.info for item in stored], now=now, held=held)
+        kept = {decision.step for decision in decided if decision.is_kept} - complete
+        lost = {step for step in kept if not _has_all_files(store, step)}
+        if not lost:
+            return [_row(store, item, decision) for item, decision in zip(stored, decided, strict=True)], incomplete
+        complete |= kept - lost
+        incomplete += map(layout.step_folder, sorted(lost))
+        stored = [item for item in stored if item.info.step not in lost]
+
+
+def _has_all_files(store: Store, step: int) -> bool:
+    """Returns False if a data file of a step is missing, or of another length. The files of a link to elsewhere are not
+    looked at.
+    """
+    folder = layout.step_folder(step)
+    try:
+        manifest = layout.read_manifest(store, folder)
+        layout.check_files(store, folder, manifest, () if manifest.linked_to else range(len(manifest.files)))
+    except (CheckpointNotFoundError, CheckpointCorruptError):
+        return False
+    return True
+
+
+def _own_bytes(store: Store, step: int) -> int:
+    """Returns the bytes of the data files that the save of a step wrote, which go with it; 0 if it is gone."""
+    folder = layout.step_folder(step)
+    try:
+        manifest = layout.read_manifest(store, folder)
+    except (CheckpointNotFoundError, CheckpointCorruptError):
+        return 0
+    own = set(deletion.written_files(store, folder, manifest))
+    return sum(file.byte_length for file in manifest.files if file.name in own)
+
+
 def _row(store: Store, item: StoredStep, decision: retention.StepDecision) -> KeptRow:
     info = item.info
     return KeptRow(
         path=join_name(str(store), layout.step_folder(info.step)),
         step=info.step,
         created_at=utc_of(info.time) if info.time else None,
-        num_bytes=info.num_bytes,
+        num_bytes=info.num_bytes if decision.is_kept else _own_bytes(store, info.step),
         metrics=info.metrics,
         is_pinned=info.pinned,
         is_abandoned=item.is_abandoned,
@@ -242,7 +291,10 @@ def _print(
         screen.paragraph(f"{count} that an earlier process had begun: finished")
     if unreadable:
         shown = and_more(unreadable, 10)
-        screen.paragraph(f"not looked at, because the manifest there is damaged: {shown}", style="yellow")
+        screen.paragraph(
+            f"left as they are, and not counted, because their manifest is damaged or data is missing: {shown}",
+            style="yellow",
+        )
     for failure in result.failures:
         screen.paragraph(f"not deleted: {failure}", style="red")
 

@@ -1,39 +1,72 @@
-"""Refuses a conversion whose include and exclude do what nobody can mean: they name an entry and take nothing below it,
-or take a part of the state that an optimizer keeps for a parameter.
+"""Refuses a conversion whose include, exclude and rename do what nobody can mean: they match nothing, name an entry and
+take nothing below it, or take a part of the state that an optimizer keeps for a parameter.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from bytecheckpoint.adapters.key_map import SortedNames
 from bytecheckpoint.adapters.optimizers.stored_optimizer import split_state_path
 from bytecheckpoint.adapters.plain.manifest_trees import all_trees
-from bytecheckpoint.adapters.plain.plain_data import decode_plain
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, without_content
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.loading.select import Selection, SelectionRequest, optimizers_in
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import join_fqn
 
+_NUM_MATCHED = 1000
+"""Names that are compared with one that matches nothing, the shortest."""
+
 
 def check_choice(manifest: Manifest, request: SelectionRequest, selection: Selection) -> None:
     """Raises CheckpointMismatchError (conflict) for a glob of an entry's own name, which takes nothing of what is below
-    it, and for a part of the state of a parameter, with which the next step of its optimizer would fail. An HF target
-    has tensors alone.
+    it, for a glob or a pattern that matches nothing, and for a part of the state of a parameter, with which the next
+    step of its optimizer would fail. An HF target has tensors alone.
     """
-    if request.takes_all or request.to == "hf":
+    if request.takes_all and not request.rename:
         return
-    _refuse_globs_of_entries(manifest, request)
-    _refuse_torn_states(manifest, selection)
-
-
-def _refuse_globs_of_entries(manifest: Manifest, request: SelectionRequest) -> None:
-    """Raises CheckpointMismatchError (conflict) for a glob that matches an entry's own name and no name below any."""
     names = {*manifest.tensors, *manifest.aliases}
     entries = [fqn for fqn, _ in all_trees(manifest)]
     for fqn, data in all_trees(manifest):
         names.update(leaves(decode_plain(data), fqn, may_repeat=True))
+    names.update([without_content(name) for name in names])
+    if request.to != "hf":
+        _refuse_globs_of_entries(entries, names, request)
+        _refuse_torn_states(manifest, selection)
+    _refuse_unmatched({*names, *entries}, request)
+
+
+def _refuse_unmatched(names: set[str], request: SelectionRequest) -> None:
+    unmatched = [
+        (option, rule)
+        for option, globs in (("include", request.include), ("exclude", request.exclude))
+        for rule in globs
+        if not any(fnmatchcase(name, rule) for name in names)
+    ]
+    renamed = names
+    for pattern, replacement in request.rename:
+        if not any(re.search(pattern, name) for name in renamed):
+            unmatched.append(("rename", pattern))
+        renamed = {re.sub(pattern, replacement, name) for name in renamed}
+    for option, rule in unmatched:
+        parts = (name.split(".") for name in names)
+        above = {".".join(of_name[:count]) for of_name in parts for count in range(1, len(of_name))}
+        candidates = sorted(names | above, key=len)[:_NUM_MATCHED]
+        near = get_close_matches(rule.replace("\\", "").strip("^$.*"), candidates, n=1, cutoff=0.5)
+        raise CheckpointMismatchError(
+            f"{option} {rule!r} matches nothing in the checkpoint{f' (near: {near[0]})' if near else ''}; nothing was "
+            "written: correct it, or leave it out",
+            kind="conflict",
+        )
+
+
+def _refuse_globs_of_entries(entries: Sequence[str], names: set[str], request: SelectionRequest) -> None:
+    """Raises CheckpointMismatchError (conflict) for a glob that matches an entry's own name and no name below any."""
     below = SortedNames(names).below
     for fqn in (fqn for fqn in entries if fqn not in names):
         is_taken = any(map(request.takes, below(fqn)))

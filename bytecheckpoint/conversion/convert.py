@@ -38,7 +38,7 @@ from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together
 from bytecheckpoint.loading.plain_trees import PlainData
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.loading.select import LeftOut, Selection, SelectionRequest, select
+from bytecheckpoint.loading.select import LeftOut, Selection, SelectionRequest, select, with_state_of_excluded
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, FUSED, with_separate_experts
 from bytecheckpoint.name_maps.load import CheckpointFolder
@@ -216,6 +216,7 @@ def _plan(request: ConvertRequest, ranks: Ranks) -> _Plan:
     source = _open_source(request, ranks)
     view = mapped_view(source, request.name_map, is_state=choice.to == "bcp", in_place=False)
     manifest = view.manifest
+    choice = with_state_of_excluded(manifest, choice)
     selection = select(manifest, choice, view.names_of_map)
     check_choice(manifest, choice, selection)
     selection = replace(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from bytecheckpoint.conversion.dcp import METADATA_NAME, SUFFIX
 from bytecheckpoint.conversion.huggingface import INDEX_NAME, SOLE_NAME
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointNotFoundError
-from bytecheckpoint.formats.detect import find_folder, find_step, refuse_file_name
+from bytecheckpoint.formats.detect import find_folder, find_step
 from bytecheckpoint.formats.find_checkpoint import Opening, from_root, split_path
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.safetensors_files import files_of_index
@@ -23,7 +23,7 @@ from bytecheckpoint.loading.select import TargetFormat
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.open_store import real_location
-from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.paths import check_file_name, join_name
 from bytecheckpoint.storage.store import Store, UnconditionalStore
 
 _FORMATS = {"bcp": OWN_FORMAT, "hf": "safetensors", "dcp": "torch.distributed.checkpoint", "torch": "torch.save"}
@@ -69,7 +69,7 @@ def open_target(path: str, to: TargetFormat, opening: Opening) -> TargetPlace:
             kind="conflict",
         )
     place = TargetPlace(opening.store(parent), name)
-    refuse_file_name(place.path, name)
+    check_file_name(place.path, name)
     return place
 
 

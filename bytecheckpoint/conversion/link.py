@@ -13,7 +13,7 @@ from bytecheckpoint.formats.torch_save.archive import directory_offset
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.loading.links import sample_ranges, take_sample
 from bytecheckpoint.loading.plain_trees import PlainData
-from bytecheckpoint.loading.select import Selection, SelectionRequest, select
+from bytecheckpoint.loading.select import Selection, SelectionRequest, select, with_state_of_excluded
 from bytecheckpoint.manifest import DataFile, Manifest, TensorRecord, decode_manifest, encode_manifest, tensor_record
 from bytecheckpoint.name_maps.rewrite_manifest import refuse_zeros
 from bytecheckpoint.runtime.threads import run_jobs
@@ -39,6 +39,7 @@ def link_manifest(
         )
     manifest = view.manifest
     refuse_zeros(manifest)
+    request = with_state_of_excluded(manifest, request)
     selection = select(manifest, request, view.names_of_map)
     selection = replace(selection, left_out=[*view.left_out, *selection.left_out])
     plain = None if request.to == "hf" else PlainData(manifest, selection, request)

@@ -4,12 +4,12 @@ format read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from bytecheckpoint.errors import CheckpointNotFoundError, UnsafeCheckpointError
-from bytecheckpoint.formats import safetensors_files
+from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.formats import safetensors_files, unfinished
 from bytecheckpoint.formats.file_reader import FileReader, damaged
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks import (
@@ -22,8 +22,7 @@ from bytecheckpoint.formats.frameworks import (
 from bytecheckpoint.formats.torch_save import file as torch_file
 from bytecheckpoint.formats.torch_save import sharded_files
 from bytecheckpoint.manifest import Manifest
-from bytecheckpoint.manifest.validation import UNSAFE_NAME
-from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.paths import check_file_name, join_name
 from bytecheckpoint.storage.store import Store
 
 Format = Literal[
@@ -68,25 +67,55 @@ def find_step(store: Store, step: int | None, listing: Mapping[str, int | None])
     """Returns the checkpoint of a step in the root with this listing; for None, the checkpoint that a tracker file
     in the root names. Returns None if there is no such checkpoint.
     """
-    names = _latest(store, listing) if step is None else [form.format(step) for form in _STEP_FOLDERS]
-    for name in (name for name in names if listing.get(name, 0) is None):
+    names = _latest(store, listing) if step is None else _names_of(step)
+    for name in _folders_among(names, listing):
         place = find_folder(store, name, store.list(name))
         if place is not None:
             return place
     return None
 
 
-def _latest(store: Store, listing: Mapping[str, int | None]) -> list[str]:
-    """Returns names that the folder of the latest step may have, by the tracker files in the root."""
-    names = []
+def find_unfinished(
+    store: Store, step: int | Literal["latest"] | None, listing: Mapping[str, int | None]
+) -> CheckpointNotFoundError | None:
+    """Returns the error for a path at which `find_folder` and `find_step` find nothing: what another program has begun
+    to write there, or a root without a latest step. Returns None for anything else.
+    """
+    if isinstance(step, int):
+        found = (unfinished.part_of_save(store, name) for name in _folders_among(_names_of(step), listing))
+        return next(filter(None, found), None)
+    error = unfinished.part_of_save(store, "")
+    if error is not None or step is None:
+        return error
+    trackers = _latest(store, listing)
+    for name in _folders_among(trackers, listing):
+        return unfinished.part_of_save(store, name, named_by=trackers[name])
+    if trackers:
+        return unfinished.without_latest(str(store), trackers)
+    return unfinished.only_steps(str(store), listing)
+
+
+def _names_of(step: int) -> list[str]:
+    return [form.format(step) for form in _STEP_FOLDERS]
+
+
+def _folders_among(names: Iterable[str], listing: Mapping[str, int | None]) -> Iterator[str]:
+    return (name for name in names if listing.get(name, 0) is None)
+
+
+def _latest(store: Store, listing: Mapping[str, int | None]) -> dict[str, str]:
+    """Returns the names that the folder of the latest step may have, each with the tracker file in the root that says
+    so. A name may be anything, and no folder have it: it is not a path to follow.
+    """
+    names: dict[str, str] = {}
     for pointer in (_DEEPSPEED_LATEST, _MEGATRON_LATEST):
         num_bytes = listing.get(pointer)
         if num_bytes and num_bytes <= _MAX_POINTER_BYTES:
             text = FileReader(store, pointer, num_bytes).read_all().decode("utf-8", "replace").strip()
             if pointer == _MEGATRON_LATEST and text.isascii() and text.isdecimal():
-                names += [form.format(int(text)) for form in _NUMBERED]
-            elif text in listing:  # else no folder here has this name: it is not followed as a path
-                names.append(text)
+                names |= dict.fromkeys([form.format(int(text)) for form in _NUMBERED], pointer)
+            elif text:
+                names[text] = pointer
     return names
 
 
@@ -96,7 +125,7 @@ def find_file(store: Store, folder: str, name: str, num_bytes: int) -> ForeignPl
     Raises CheckpointNotFoundError (not_found) for one of no format that is known, CheckpointCorruptError (truncated)
     for an empty one, UnsafeCheckpointError (path_escape) for a name that no store reads.
     """
-    refuse_file_name(join_name(str(store), folder, name), name)
+    check_file_name(join_name(str(store), folder, name), name)
     file = FileReader(store, join_name(folder, name), num_bytes)
     if not num_bytes:
         raise damaged(file.path, "it is empty", kind="truncated")
@@ -111,19 +140,6 @@ def find_file(store: Store, folder: str, name: str, num_bytes: int) -> ForeignPl
         kind="not_found",
         path=file.path,
     )
-
-
-def refuse_file_name(path: str, name: str) -> None:
-    """Raises UnsafeCheckpointError (path_escape) for a file name with ':' or a backslash, which no store
-    reads or writes.
-    """
-    if UNSAFE_NAME.search(name):
-        raise UnsafeCheckpointError(
-            f"{path}: files with ':' or a backslash in their name are neither read nor written; nothing was touched: "
-            "rename the file, or give the path of a symbolic link to it that has another name",
-            kind="path_escape",
-            path=path,
-        )
 
 
 def read_manifest(store: Store, place: ForeignPlace) -> Manifest:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import NoReturn, TypeVar
 
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
@@ -12,6 +14,7 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
+from bytecheckpoint.runtime.threads import map_looks
 from bytecheckpoint.storage.paths import check_name, join_name
 from bytecheckpoint.storage.store import Store
 
@@ -19,10 +22,20 @@ BLOCK_BYTES = 4096
 _MAX_BLOCKS = 256
 """Blocks in the cache of a file; together a MiB."""
 _READ_AHEAD = 32
+_RUN_BYTES = _READ_AHEAD * BLOCK_BYTES
+_DENSE_RUN = 4
+"""Places in a run from which on one read of the whole run costs less than a read of each."""
+REQUESTS_IN_FLIGHT = 32
+"""Files, or places in files, that are read at a time where each read waits for a store."""
+
+Place = TypeVar("Place")
 
 
 class FileReader:
-    """Reads ranges of a file of known length, with a cache of blocks. Each read is one request at most."""
+    """Reads ranges of a file of known length, with a cache of blocks. Each read is one request at most.
+
+    Only one thread at a time may use it.
+    """
 
     def __init__(self, store: Store, name: str, byte_length: int) -> None:
         self.store = store
@@ -57,6 +70,9 @@ class FileReader:
         start = byte_offset - first * BLOCK_BYTES
         return content[start : start + byte_length]
 
+    def drop_cache(self) -> None:
+        self._blocks.clear()
+
     def read_all(self) -> bytes:
         return self.read(0, self.byte_length)
 
@@ -82,6 +98,37 @@ class FileReader:
     def raise_damaged(self, what: str, *, kind: str = "bad_manifest") -> NoReturn:
         """Raises CheckpointCorruptError of this kind."""
         raise damaged(self.path, what, kind=kind)
+
+
+def visit_places(places: Iterable[tuple[FileReader, int, Place]], visit: Callable[[FileReader, Place], object]) -> None:
+    """Calls `visit` for places in files, given with their byte offsets and in this order, with several requests in
+    flight. What is damaged or refused is skipped: the caller visits it again, and so raises the same error every time.
+    """
+
+    def visit_run(run: list[tuple[FileReader, int, Place]]) -> None:
+        shared = run[0][0]
+        file = FileReader(shared.store, shared.name, shared.byte_length)  # a cache is of one thread
+        start, end = run[0][1], min(run[-1][1] + BLOCK_BYTES, file.byte_length)
+        if len(run) >= _DENSE_RUN and start < end:
+            file.read(start, end - start)
+        for _, _, place in run:
+            with suppress(CheckpointCorruptError, UnsafeCheckpointError):
+                visit(file, place)
+        file.drop_cache()  # what was visited may keep the reader
+
+    map_looks(visit_run, _runs(places), num_threads=REQUESTS_IN_FLIGHT)
+
+
+def _runs(places: Iterable[tuple[FileReader, int, Place]]) -> Iterator[list[tuple[FileReader, int, Place]]]:
+    """Yields places that one read ahead may have together."""
+    run: list[tuple[FileReader, int, Place]] = []
+    for place in places:
+        if run and (place[0] is not run[0][0] or place[1] - run[0][1] >= _RUN_BYTES):
+            yield run
+            run = []
+        run.append(place)
+    if run:
+        yield run
 
 
 def damaged(path: str, what: str, *, kind: str = "bad_manifest") -> CheckpointCorruptError:

@@ -74,8 +74,8 @@ def find_checkpoint(path: str, step: int | Literal["latest"] | None, opening: Op
     try:
         found_here = FoundCheckpoint(store, layout.find_checkpoint(store, step, location=str(store)), None)
         return _in_hub(found_here, path, opening)  # the files of a manifest in a snapshot may be links out of it
-    except CheckpointNotFoundError:
-        found = _find_foreign(path, store, step, opening)
+    except CheckpointNotFoundError as error:
+        found = _find_foreign(path, store, step, opening, is_own=error.kind == "not_committed")
         if found is None:
             raise
         return found
@@ -91,24 +91,29 @@ def open_folder(path: str, opening: Opening) -> tuple[Store, str]:
 
 
 def _find_foreign(
-    path: str, store: Store, step: int | Literal["latest"] | None, opening: Opening
+    path: str, store: Store, step: int | Literal["latest"] | None, opening: Opening, *, is_own: bool
 ) -> FoundCheckpoint | None:
     """Returns the checkpoint of a foreign format at the path; None if there is none. Raises what `find_file` does for a
-    file of no known format.
+    file of no known format, and CheckpointNotFoundError (not_committed, not_found) for what lacks a part, unless it
+    `is_own`: a save of this library that did not finish.
     """
     # A checkpoint of this library does not wait for the readers of all other formats.
-    from bytecheckpoint.formats.detect import find_file, find_folder, find_step  # noqa: PLC0415
+    from bytecheckpoint.formats.detect import find_file, find_folder, find_step, find_unfinished  # noqa: PLC0415
 
     try:
         listing = store.list("")
     except CheckpointNotFoundError:  # a file
         listing = {}
-    if isinstance(step, int):
-        place = find_step(store, step, listing)
-        return None if place is None else FoundCheckpoint(store, place.folder, place)
-    if listing:
-        place = find_folder(store, "", listing) or (find_step(store, None, listing) if step == "latest" else None)
-        return None if place is None else _in_hub(FoundCheckpoint(store, place.folder, place), path, opening)
+    if listing or isinstance(step, int):
+        place = None if isinstance(step, int) else find_folder(store, "", listing)
+        if place is None and step is not None:
+            place = find_step(store, None if step == "latest" else step, listing)
+        if place is not None:
+            return _in_hub(FoundCheckpoint(store, place.folder, place), path, opening)
+        error = None if is_own else find_unfinished(store, step, listing)
+        if error is not None:
+            raise error
+        return None
     parent, name = split_path(path)
     if not name:
         return None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from bytecheckpoint.errors import StorageError
-from bytecheckpoint.formats.file_reader import FileReader, damaged, missing_file
+from bytecheckpoint.formats.file_reader import REQUESTS_IN_FLIGHT, FileReader, damaged, missing_file
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.formats.torch_save.file import SavedFile, open_saved
 from bytecheckpoint.formats.torch_save.unpickler import FindGlobal
 from bytecheckpoint.formats.torch_save.unpickler_globals import find_value
+from bytecheckpoint.runtime.threads import map_looks
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -23,7 +24,7 @@ class SourceFolder:
     """The folder of a checkpoint. Names are relative to it."""
 
     def __init__(self, store: Store, name: str, listing: Mapping[str, int | None]) -> None:
-        self._store = store
+        self.store = store
         self.name = name
         """Path inside the store."""
         self.listing = listing
@@ -48,12 +49,25 @@ class SourceFolder:
         folder.
         """
         if inside not in self._listings:
-            self._listings[inside] = self._store.list(join_name(self.name, inside))
+            self._listings[inside] = self.store.list(join_name(self.name, inside))
         return self._listings[inside]
+
+    def list_all(self, inside: Iterable[str]) -> Sequence[Mapping[str, int | None]]:
+        """Does what `list` does for several folders, with several requests in flight."""
+        return map_looks(self.list, inside, num_threads=REQUESTS_IN_FLIGHT)
 
     def beside(self) -> SourceFolder:
         """Returns the same folder with an empty builder of its own."""
-        return SourceFolder(self._store, self.name, self.listing)
+        return SourceFolder(self.store, self.name, self.listing)
+
+    def refuse_missing(self, names: Collection[str], index: str) -> None:
+        """Raises CheckpointNotFoundError (missing_file) if files are missing that an index names."""
+        missing = [
+            name for name in sorted(names) if self.list(name.rpartition("/")[0]).get(name.rpartition("/")[2]) is None
+        ]
+        if missing:
+            what = f"lacks {len(missing)} of the {len(names)} files that {index} names, the first {missing[0]!r:.200}"
+            raise missing_file(self.path, f"{what}: it was copied or written in part", "them")
 
     def reader(self, name: str) -> FileReader:
         """Returns a reader of a file in the folder, or deeper. Raises CheckpointNotFoundError (missing_file)."""
@@ -62,20 +76,26 @@ class SourceFolder:
         if num_bytes is None:
             path = join_name(self.path, name)
             raise missing_file(path, "is not there, and the checkpoint has tensors in it", "it")
-        return FileReader(self._store, join_name(self.name, name), num_bytes)
+        return FileReader(self.store, join_name(self.name, name), num_bytes)
 
     def open(self, name: str, find_global: FindGlobal = find_value) -> SavedFile:
         """Opens a file of torch.save, which becomes one of the builder's files. Raises as `reader` does,
         CheckpointCorruptError or UnsafeCheckpointError.
         """
-        return open_saved(self.reader(name), name, builder=self.builder, find_global=find_global)
+        return self.open_all([name], find_global)[0]
 
-    def open_dict(self, name: str, find_global: FindGlobal) -> SavedFile:
-        """Opens a file of torch.save. Raises as `open` does, and CheckpointCorruptError if it holds no dict."""
-        saved = self.open(name, find_global)
-        if not isinstance(saved.value, dict):
-            raise damaged(saved.path, "it has no dict")
-        return saved
+    def open_all(self, names: Iterable[str], find_global: FindGlobal = find_value) -> Sequence[SavedFile]:
+        """Does what `open` does for several files, each named once, with several requests in flight."""
+        files = {name: self.reader(name) for name in names}
+        return open_saved(files, builder=self.builder, find_global=find_global)
+
+    def open_dicts(self, names: Iterable[str], find_global: FindGlobal) -> Sequence[SavedFile]:
+        """Opens files of torch.save. Raises as `open` does, and CheckpointCorruptError if one holds no dict."""
+        opened = self.open_all(names, find_global)
+        for saved in opened:
+            if not isinstance(saved.value, dict):
+                raise damaged(saved.path, "it has no dict")
+        return opened
 
     def name_unread_files(self) -> None:
         """Notes what is left out: unread files that may hold tensors, and unread folders that have such files."""

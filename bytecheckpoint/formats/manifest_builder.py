@@ -24,6 +24,7 @@ from bytecheckpoint.formats.torch_save.unpickler_globals import (
 from bytecheckpoint.info import LEFT_OUT
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, tensor_record
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, MSGPACK_INTS, TensorRef, join_fqn
+from bytecheckpoint.storage.paths import escaped, is_utf8, join_name, unreadable_name
 
 MAX_PIECES = 1 << 20
 """Most pieces of all tensors beyond the parts that files name: a view of few bytes can have 10,000s of them."""
@@ -65,7 +66,9 @@ class ManifestBuilder:
     """Reason -> names of files and of values that are left out."""
 
     def add_file(self, name: str, byte_length: int) -> int:
-        """Adds a file and returns its number."""
+        """Adds a file, returns its number. Raises UnsafeCheckpointError (path_escape) for a name that is not UTF-8."""
+        if not is_utf8(name):
+            raise unreadable_name(join_name(self.path, name))
         self.files.append(DataFile(name, byte_length))
         return len(self.files) - 1
 
@@ -113,7 +116,7 @@ class ManifestBuilder:
     def leave_out(self, name: str, why: str) -> None:
         """Notes that the manifest will not have this file, or this value of a file, and why."""
         names = self.left_out.setdefault(why, {})
-        names[name] = None
+        names[escaped(name)] = None
 
     def _refuse_taken(self, fqn: str) -> None:
         if fqn in self.tensors or fqn in self.aliases:

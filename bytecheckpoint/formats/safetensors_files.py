@@ -16,11 +16,20 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.formats.file_reader import FileReader, checked_name, conflicting, damaged, too_much, with_path
+from bytecheckpoint.formats.file_reader import (
+    REQUESTS_IN_FLIGHT,
+    FileReader,
+    checked_name,
+    conflicting,
+    damaged,
+    too_much,
+    with_path,
+)
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import Region
+from bytecheckpoint.runtime.threads import map_looks
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.safetensors_header import SafetensorsHeader, StoredEntry, read_header, torch_dtype_of
 
@@ -85,6 +94,7 @@ def read_indexed(source: SourceFolder, name: str) -> None:
     files that the index does not name. Raises as `read_folder`.
     """
     weights = read_index(source, name)
+    source.refuse_missing(set(weights.values()), name)
     headers = _read_headers(source, sorted(set(weights.values())))
     missing = sorted(fqn for fqn, file in weights.items() if fqn not in headers.parts.get(file, {}))
     if missing:
@@ -170,9 +180,9 @@ def _read_headers(source: SourceFolder, names: Iterable[str]) -> _Headers:
     parts: dict[str, dict[str, _FilePart]] = {}
     aliases: dict[str, str] = {}
     is_sharded = False
-    for name in names:
-        file = source.reader(name)
-        header = _header(file)
+    files = {name: source.reader(name) for name in names}
+    headers = map_looks(_header, files.values(), num_threads=REQUESTS_IN_FLIGHT)
+    for (name, file), header in zip(files.items(), headers, strict=True):
         sharding = _sharding(header, file.path)
         is_sharded |= sharding is not None
         number = builder.add_file(name, file.byte_length)

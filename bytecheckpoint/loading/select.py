@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 from bytecheckpoint.adapters.checkpoint_view import StoredTensor
 from bytecheckpoint.adapters.key_map import Renamer
+from bytecheckpoint.adapters.native.parameter_names import MODEL_FQN
 from bytecheckpoint.adapters.native.weight_scales import name_of_scales
-from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
+from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree, split_state_path
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, is_content_fqn, without_content
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.dtypes import itemsize
@@ -49,6 +50,8 @@ class SelectionRequest:
     for."""
     flatten_optimizer: bool = False
     """Write optimizers on one level, by the names of their parameters."""
+    excluded_names: frozenset[str] = frozenset()
+    """Further FQNs that are excluded: see `with_state_of_excluded`."""
     is_in_memory: bool = False
     """The tree is returned and not written: values keep their types, an optimizer is taken as a whole, and a selection
     without tensors is no error."""
@@ -64,7 +67,8 @@ class SelectionRequest:
     def excludes(self, fqn: str) -> bool:
         """Returns True if the tensor is excluded, by one of the names that `takes` knows."""
         names = {fqn, without_content(fqn)}
-        return any(fnmatchcase(name, glob) for glob in self.exclude for name in names)
+        is_named = any(fnmatchcase(name, glob) for glob in self.exclude for name in names)
+        return is_named or fqn in self.excluded_names
 
     @property
     def takes_all(self) -> bool:
@@ -119,6 +123,26 @@ class ModelNames(NamedTuple):
         prefix = self.prefix(fqns)
         others = [fqn for fqn in fqns if self.prefixes.get(fqn) != prefix and fqn not in self.kept]
         return dict.fromkeys(others, "no part of the model, by the name map")
+
+
+def with_state_of_excluded(manifest: Manifest, request: SelectionRequest) -> SelectionRequest:
+    """Returns the request with the optimizer state of every parameter excluded that `exclude` names in the model, as a
+    load leaves it out.
+    """
+    if not request.exclude:
+        return request
+    fqns = [*manifest.tensors, *manifest.aliases]
+    excluded = set(filter(request.excludes, fqns))
+    names: set[str] = set()
+    for fqn, tree in optimizers_in({name: decode_plain(data) for name, data in manifest.objects.items()}).items():
+        known = {name for group in tree["groups"].values() for name in group["params"]}
+        outside = tree.get("outside_model", ())
+        gone = {name for name in known if (name if name in outside else join_fqn(MODEL_FQN, name)) in excluded}
+        prefix = join_fqn(fqn, "state.")
+        state = [name for name in fqns if name.startswith(prefix)]
+        names |= {name for name in state if split_state_path(name.removeprefix(prefix), known)[0] in gone}
+        names |= {leaf for name in gone for leaf in leaves(tree["state"].get(name, {}), f"{prefix}{name}")}
+    return replace(request, excluded_names=frozenset(names))
 
 
 def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNames | None) -> Selection:

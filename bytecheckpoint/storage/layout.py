@@ -22,7 +22,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.manifest import Manifest, decode_manifest, open_manifest
 from bytecheckpoint.runtime.integers import integer_of
 from bytecheckpoint.runtime.threads import map_jobs, map_looks
-from bytecheckpoint.storage.paths import join_name, path_text
+from bytecheckpoint.storage.paths import join_name, path_text, utf8_path
 from bytecheckpoint.storage.store import (
     Store,
     SupportsByteLength,
@@ -61,9 +61,9 @@ def parse_step(name: str) -> int | None:
 
 def root_of(path: str | os.PathLike[str], role: object) -> str:
     """Returns the path, or the folder of the role under it. Raises CheckpointMismatchError (conflict), which is a
-    ValueError, for a role that is not a folder name.
+    ValueError, for a role that is not a folder name, and StorageError as `utf8_path` does.
     """
-    root = path_text(path)
+    root = utf8_path(path_text(path))
     if role is None:
         return root
     if not isinstance(role, str) or not role or role in {".", ".."} or set(role) & set("/\\:\0"):

@@ -13,6 +13,8 @@ from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.paths import join_name, path_text
 from bytecheckpoint.storage.store import Store, full_location
 
+_SCHEME = re.compile(r"\A[A-Za-z][A-Za-z0-9+.-]*://")
+"""Capitals in it mean the same, as in all URLs."""
 _LOCAL_URL = re.compile(r"\A(?:file|local)://")
 _S3_URL = re.compile(r"\As3a?://[^/?#@:]+(?:/[^?]*)?\Z")
 """URLs without features of s3fs alone: names of access points, versions, chains of URLs."""
@@ -37,7 +39,7 @@ def open_store(
     slash, a URL of S3 with a query, and a URL that no installed backend serves; (unavailable) for storage options that
     the backend does not accept.
     """
-    location = expand_home(path_text(path))
+    location = _SCHEME.sub(lambda scheme: scheme[0].lower(), expand_home(path_text(path)))
     if not location:
         raise StorageError("the path is empty; give a folder or a URL", kind="unsupported", path="")
     local = _LOCAL_URL.sub("", location)

@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Mapping
 
-from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
+from bytecheckpoint.errors import CheckpointMismatchError, StorageError, UnsafeCheckpointError
 from bytecheckpoint.manifest.validation import UNSAFE_NAME
 
 TEMPORARY_PREFIX = ".tmp-"
@@ -34,6 +34,31 @@ def path_text(path: object) -> str:
     return text
 
 
+def utf8_path(path: str) -> str:
+    """Returns a path, which ranks tell each other as text. Raises StorageError (unsupported) for one that is not UTF-8,
+    as it stands or below the working directory.
+    """
+    whole = path if "://" in path else os.path.abspath(path)  # noqa: PTH100 - text
+    if not is_utf8(whole):
+        raise StorageError(
+            f"the path {escaped(whole)} has bytes that are not UTF-8, and such paths are not saved to or loaded from; "
+            "nothing was read or written: rename the folder, or give the absolute path of a symbolic link to it",
+            kind="unsupported",
+            path=escaped(whole),
+        )
+    return path
+
+
+def is_utf8(text: str) -> bool:
+    """Returns False for a path or name with bytes that are not UTF-8, for each of which Python has a surrogate."""
+    return text.isascii() or escaped(text) == text
+
+
+def escaped(text: str) -> str:
+    """Returns the text with escapes in place of surrogates, so that it can be encoded."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def join_name(*parts: str) -> str:
     """Joins the parts with one slash each; empty ones vanish. A leading path or URL keeps its slashes."""
     joined = ""
@@ -51,6 +76,25 @@ def check_name(name: str) -> str:
     if UNSAFE_NAME.search(name):
         raise path_escape(name, "names are relative, with forward slashes, without empty parts, '.', '..', ':', NUL")
     return name
+
+
+def check_file_name(path: str, name: str) -> None:
+    """Raises UnsafeCheckpointError (path_escape) for a file name with ':' or a backslash, which no store reads or
+    writes, or one that is not UTF-8, which no manifest holds.
+    """
+    if UNSAFE_NAME.search(name) or not is_utf8(name):
+        raise unreadable_name(path)
+
+
+def unreadable_name(path: str) -> UnsafeCheckpointError:
+    """Makes the error for a file of another program whose name no store or manifest takes."""
+    shown = escaped(path)
+    return UnsafeCheckpointError(
+        f"{shown}: files with ':' or a backslash in their name, or bytes that are not UTF-8, are neither read nor "
+        "written; nothing was touched: rename the file, or give the path of a symbolic link to it with another name",
+        kind="path_escape",
+        path=shown,
+    )
 
 
 def path_escape(name: str, why: str) -> UnsafeCheckpointError:

@@ -25,6 +25,12 @@ def test_local_paths_and_file_urls(tmp_path):
         assert str(store) == str(tmp_path)
 
 
+def test_capitals_in_the_scheme_of_a_url_mean_the_same(tmp_path):
+    assert str(_open(f"FILE://{tmp_path}")) == str(tmp_path)
+    assert str(_open("Memory://A/b")) == "memory://A/b"
+    assert str(_open("S3://Bucket/Key", S3_KEYS)) == "s3://Bucket/Key"
+
+
 @pytest.mark.parametrize("url", ["memory://a/b", "simplecache::memory://a", "memory://"])
 def test_urls(url):
     store = _open(url)

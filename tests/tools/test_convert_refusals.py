@@ -336,3 +336,31 @@ def test_the_name_of_an_entry_takes_nothing_of_what_is_below_it(call, stepped, t
         assert ended.code != 0
         assert f"has names below 'optimizer': '{glob}.*' matches them; nothing was written" in ended.err
         assert not (tmp_path / "new").exists()
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    model = torch.nn.ModuleDict({"body": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 2)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model["head"](model["body"](torch.ones(2))).sum().backward()
+    optimizer.step()
+    bcp.save(tmp_path / "trained", {"model": model, "optimizer": optimizer})
+    return tmp_path / "trained"
+
+
+@pytest.mark.parametrize("options", [("--to", "bcp"), ("--to", "dcp"), ("--to", "bcp", "--link")])
+def test_the_optimizer_state_of_excluded_weights_is_left_out(call, tmp_path, trained, options) -> None:
+    ended = call("convert", trained, tmp_path / "new", *options, "--exclude", "model.head.*", "--json")
+    assert [item["num_tensors"] for item in ended.json["left_out"]] == [2, 6]
+    assert ended.json["num_tensors"] == 8
+
+
+@pytest.mark.parametrize("to", ["bcp", "hf"])
+@pytest.mark.parametrize(
+    ("option", "rule"), [("--exclude", "modle.*"), ("--include", "modle.*"), ("--rename", r"^modle\.=m.")]
+)
+def test_a_rule_that_matches_nothing_is_refused(call, tmp_path, trained, option, rule, to) -> None:
+    ended = call("convert", trained, tmp_path / "new", "--to", to, "--include", "model.*", option, rule)
+    assert ended.code == 2
+    assert "matches nothing in the checkpoint (near: model); nothing was written" in ended.err
+    assert not (tmp_path / "new").exists()

@@ -155,7 +155,7 @@ def test_a_damaged_step_is_named_and_left_alone(call, run) -> None:
     ended = call("keep", run, "--latest", 1, "--delete", "--json")
     assert (ended.json["unreadable"], ended.err) == ([str(run / folder(500))], "")
     assert (run / folder(500) / "manifest.bcp").exists()
-    assert "the manifest there is damaged: step_00000500" in call("keep", run, "--latest", 1).out
+    assert "their manifest is damaged or data is missing: step_00000500" in call("keep", run, "--latest", 1).out
 
 
 def test_a_damaged_newest_step_does_not_count_as_the_newest(call, run) -> None:
@@ -262,3 +262,20 @@ def test_a_deletion_of_an_earlier_process_that_cannot_be_finished_is_told_and_th
     assert ended.code == 4
     assert "not deleted: no permission" in ended.out
     assert kept_steps(call("keep", run, "--latest", 1, "--json")) == [2500]
+
+
+def test_a_step_whose_data_is_missing_does_not_take_the_place_of_a_good_one(call, run) -> None:
+    (lost,) = (run / folder(2500) / "data").iterdir()
+    lost.unlink()
+    ended = call("keep", run, "--latest", 2, "--delete", "--json")
+    assert kept_steps(ended) == [1500, 2000]
+    assert ended.json["unreadable"] == [f"{run}/{folder(2500)}"]
+    assert bcp.steps(run) == [1500, 2000, 2500]
+
+
+def test_files_that_a_link_points_to_are_not_counted_as_deleted(call, run, tmp_path) -> None:
+    bcp.save(tmp_path / "large", {"w": torch.ones(100_000)})
+    call("convert", tmp_path / "large", run / folder(500), "--to", "bcp", "--link", "--overwrite")
+    ended = call("keep", run, "--latest", 4, "--delete", "--json")
+    assert (kept_steps(ended), ended.json["deleted_num_bytes"]) == ([1000, 1500, 2000, 2500], 0)
+    assert bcp.open(tmp_path / "large")["w"][0] == 1

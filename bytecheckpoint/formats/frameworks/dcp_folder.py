@@ -4,15 +4,23 @@ is an archive of torch.save. Whatever sharded the state (FSDP2, tensor paralleli
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any, NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats import strided_views
-from bytecheckpoint.formats.file_reader import FileReader, checked_name, damaged, not_readable, too_much
+from bytecheckpoint.formats.file_reader import (
+    FileReader,
+    checked_name,
+    damaged,
+    not_readable,
+    too_much,
+    visit_places,
+)
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks import megatron_dist
-from bytecheckpoint.formats.frameworks.dcp_metadata import DcpTensor, Item, Metadata, read_metadata
+from bytecheckpoint.formats.frameworks.dcp_metadata import METADATA_NAME, DcpTensor, Item, Metadata, read_metadata
 from bytecheckpoint.formats.frameworks.megatron_dist import unstacked, unstacked_shape
 from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
 from bytecheckpoint.formats.torch_save.file import ZIP_MAGIC, SavedFile, TorchArchive, chunks_of, moved, unpickle
@@ -23,8 +31,9 @@ from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.region import Region
 from bytecheckpoint.storage.paths import join_name
 
-METADATA_NAME = ".metadata"
 _MAX_HEAD_BYTES = 4096
+_HEADS_A_LENGTH = 8
+"""Archives of one length that an archive is compared with: of tensors of equal length and other shapes."""
 _CHECKSUM_BYTES = 4
 
 
@@ -54,6 +63,7 @@ def read_state(source: SourceFolder, inside: str, *, below: str = "") -> dict[An
     metadata = read_metadata(file.read_all(), file.path)
     reader = _DcpFolder(source, inside, below)
     reader.open_files(metadata)
+    reader.find_all(metadata)
     for fqn, tensor in metadata.tensors.items():
         reader.add_tensor(fqn, tensor, unstacked_shape(metadata.attributes, fqn, tensor.shape, file.path))
     return reader.read_objects(metadata)
@@ -91,8 +101,12 @@ class _DcpFolder:
         """Number in the manifest and reader of each file."""
         self._views: dict[bytes, Any] = {}
         """Decoded tensor by pickle: similar parts have equal pickles."""
-        self._heads: dict[int, _Head] = {}
-        """Head of the latest archive, by the length of archives in bytes."""
+        self._heads: dict[int, list[_Head]] = {}
+        """Heads of archives, by the length of archives in bytes. The last one is of the latest archive."""
+        self._places: dict[int, tuple[StoredView, int, int]] = {}
+        """What `_place` returns, by the id of the item: equal hashes of ids cannot be made."""
+        self._objects: dict[int, tuple[TorchArchive, Any]] = {}
+        """Archive and value of each object, by the id of the item."""
 
     def open_files(self, metadata: Metadata) -> None:
         """Adds the data files to the builder. Raises CheckpointCorruptError (truncated) if one is too short."""
@@ -107,6 +121,20 @@ class _DcpFolder:
             if item.byte_offset + item.byte_length > file.byte_length:
                 what = f"{METADATA_NAME} places data at byte {item.byte_offset}"
                 file.raise_damaged(f"it has {file.byte_length} bytes, and {what}", kind="truncated")
+
+    def find_all(self, metadata: Metadata) -> None:
+        """Reads what is needed of each archive, with several requests in flight. What is damaged is left for
+        `add_tensor` and `read_objects` to raise.
+        """
+        tensors = [item for tensor in metadata.tensors.values() for _, item in tensor.chunks if item.tensor is None]
+        one_of_each = {item.byte_length: item for item in tensors}  # the others may have the same head
+        self._visit(one_of_each.values(), lambda file, item: self._place(item, "", file))
+        self._visit(tensors, lambda file, item: self._place(item, "", file))
+        self._visit(metadata.objects.values(), lambda file, item: self._open_object(item, "", file))
+
+    def _visit(self, items: Iterable[Item], visit: Callable[[FileReader, Item], object]) -> None:
+        in_order = sorted(items, key=lambda item: item[:3])
+        visit_places(((self._files[item.file][1], item.byte_offset, item) for item in in_order), visit)
 
     def add_tensor(self, fqn: str, tensor: DcpTensor, shape: tuple[int, ...] | None) -> None:
         """Adds a tensor. `shape` is the true one if Megatron has cut the tensor and stacked the pieces, else None."""
@@ -136,20 +164,22 @@ class _DcpFolder:
         if 0 in region.lengths:
             return []
         number, file = self._files[item.file]
-        view, start, num_bytes = self._place(item, fqn)
+        view, start, num_bytes = self._place(item, fqn, file)
         if view.dtype != dtype or view.shape != region.lengths:
             what = f"{dtype}{list(region.lengths)} in {METADATA_NAME}, {view.dtype}{list(view.shape)} in the file"
             file.raise_damaged(f"a part of {fqn!r:.200} is {what}")
         inside = chunks_of(view, fqn, file=number, byte_offset=start, byte_length=num_bytes, path=file.path)
         return moved(inside, region.offsets)
 
-    def _place(self, item: Item, fqn: str) -> tuple[StoredView, int, int]:
+    def _place(self, item: Item, fqn: str, file: FileReader) -> tuple[StoredView, int, int]:
         """Returns the tensor of an archive, where its storage begins in the file, and the length of that in bytes.
 
         Most archives begin with the same bytes as an earlier one of their length, but for a checksum: then their
         storage is in the same place. Where the storage alone is in the file, the metadata has the rest.
         """
-        _, file = self._files[item.file]
+        found = self._places.get(id(item))
+        if found is not None:
+            return found
         if item.tensor is not None:
             view = self._view(item.tensor, fqn)
             if itemsize(view.dtype) * view.storage.num_items != item.byte_length:
@@ -157,23 +187,24 @@ class _DcpFolder:
                     f"a part of {fqn!r:.200} has {item.byte_length} bytes, {METADATA_NAME} says other numbers"
                 )
             return view, item.byte_offset, item.byte_length
-        known = self._heads.get(item.byte_length)
-        if known is not None:
+        heads = self._heads.setdefault(item.byte_length, [])
+        for known in reversed(heads.copy()):
             head = file.read(item.byte_offset, known.num_bytes)
             if _without_checksum(head, known.checksum_offset) == known.content:
-                return known.view, item.byte_offset + known.num_bytes, known.storage_bytes
-        archive = self._archive(item, fqn)
+                place = known.view, item.byte_offset + known.num_bytes, known.storage_bytes
+                return self._places.setdefault(id(item), place)
+        archive = self._archive(item, fqn, file)
         view = self._view(archive.pickle, fqn)
         start, storage_bytes = archive.storage(view.storage)
         head_bytes = start - item.byte_offset
         if head_bytes <= _MAX_HEAD_BYTES:
             at = archive.checksum_offset(view.storage)
             content = _without_checksum(file.read(item.byte_offset, head_bytes), at)
-            self._heads[item.byte_length] = _Head(head_bytes, at, content, view, storage_bytes)
-        return view, start, storage_bytes
+            heads.append(_Head(head_bytes, at, content, view, storage_bytes))
+            del heads[:-_HEADS_A_LENGTH]
+        return self._places.setdefault(id(item), (view, start, storage_bytes))
 
-    def _archive(self, item: Item, fqn: str) -> TorchArchive:
-        _, file = self._files[item.file]
+    def _archive(self, item: Item, fqn: str, file: FileReader) -> TorchArchive:
         if file.read(item.byte_offset, min(item.byte_length, len(ZIP_MAGIC))) != ZIP_MAGIC:
             what = f"{fqn!r:.200} should be at byte {item.byte_offset}, and no archive of torch.save begins there"
             file.raise_damaged(what)
@@ -199,10 +230,15 @@ class _DcpFolder:
 
     def _object(self, fqn: str, item: Item) -> Any:
         number, file = self._files[item.file]
-        archive = self._archive(item, fqn)
-        value = unpickle(archive.pickle, file.path, find_megatron_value)
+        archive, value = self._open_object(item, fqn, file)
         saved = SavedFile(archive, number, file.path, value, join_name(self._inside, item.file), self.builder)
         return saved.plain(value, self._below + fqn)
+
+    def _open_object(self, item: Item, fqn: str, file: FileReader) -> tuple[TorchArchive, Any]:
+        if id(item) not in self._objects:
+            archive = self._archive(item, fqn, file)
+            self._objects[id(item)] = archive, unpickle(archive.pickle, file.path, find_megatron_value)
+        return self._objects[id(item)]
 
     def _put(self, root: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
         """Puts a value into nested dicts, at the keys of its path."""

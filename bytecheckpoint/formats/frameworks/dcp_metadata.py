@@ -13,6 +13,8 @@ from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, instan
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH
 from bytecheckpoint.region import Region
 
+METADATA_NAME = ".metadata"
+
 _CHECKPOINT, _MEGATRON = "torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.strategies.torch"
 _OLD_TORCH, _OSS = "torch.distributed._shard.sharded_tensor.metadata", "bytecheckpoint.checkpointer.meta_type"
 """Modules of torch up to 2.2, and of the open-source ByteCheckpoint, whose package has this library's name."""

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.formats.file_reader import conflicting, missing_file
 from bytecheckpoint.formats.folder import SourceFolder
-from bytecheckpoint.formats.frameworks.dcp_folder import METADATA_NAME, read_state
+from bytecheckpoint.formats.frameworks.dcp_folder import read_state
+from bytecheckpoint.formats.frameworks.dcp_metadata import METADATA_NAME
 from bytecheckpoint.formats.manifest_builder import two_of
 from bytecheckpoint.storage.paths import join_name
 
@@ -102,7 +103,7 @@ def _extra_state(source: SourceFolder, inside: str) -> dict[str, Any]:
     if missing is not None:
         raise missing_file(join_name(source.path, inside), f"has no file of rank {missing}")
     state = {}
-    for rank, name in sorted(files.items()):
-        saved = source.open(name)
+    ranks = sorted(files)
+    for rank, saved in zip(ranks, source.open_all(files[rank] for rank in ranks), strict=True):
         state[f"rank_{rank}"] = saved.plain(saved.value, f"{inside}.rank_{rank}")
     return state

@@ -8,6 +8,7 @@ whole; `optimizer` has the rest. Without ZeRO the optimizer lies whole beside th
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -63,17 +64,17 @@ def read_folder(source: SourceFolder) -> None:
     if odd:
         advice = "make it universal with DeepSpeed's ds_to_universal, or save it from a universal checkpoint"
         raise not_readable(source.path, f"{odd[0]!r:.200} is of a pipeline or of experts", advice)
-    model_files = [source.open_dict(name, _find_class) for name in models]
+    model_files = source.open_dicts(models, _find_class)
     if not model_files:
         raise missing_file(source.path, "has optimizer states and no model states")
     first = model_files[0]
     zero = deepspeed_zero.ZeroBuilder(source.builder)
     state = None
     if source.is_folder(deepspeed_zero.UNIVERSAL_FOLDER):
-        open_file = partial(source.open, find_global=_find_class)
-        state = translated(first.path, _WRITER, deepspeed_zero.read_universal, source, open_file, first, zero)
+        open_files = partial(source.open_all, find_global=_find_class)
+        state = translated(first.path, _WRITER, deepspeed_zero.read_universal, source, open_files, first, zero)
     elif optimizers:
-        files = [source.open_dict(name, _find_class) for name in optimizers]
+        files = source.open_dicts(optimizers, _find_class)
         state = translated(files[0].path, _WRITER, deepspeed_zero.read_zero_state, model_files, files, zero)
     translated(first.path, _WRITER, _add_frozen, model_files, zero)
     translated(first.path, _WRITER, _add_model, first, state)
@@ -101,7 +102,7 @@ def _by_rank(names: set[str], pattern: re.Pattern[str], path: str) -> list[str]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _add_frozen(models: list[SavedFile], zero: deepspeed_zero.ZeroBuilder) -> None:
+def _add_frozen(models: Sequence[SavedFile], zero: deepspeed_zero.ZeroBuilder) -> None:
     """Adds parameters that no optimizer has. Each file has the whole parameter; with ZeRO 3, one part of it."""
     builder = models[0].builder
     for name, shape in (models[0].value.get("frozen_param_shapes") or {}).items():
@@ -171,7 +172,7 @@ def _tied(value: Any) -> dict[str, str]:
     return {alias: name for alias, name in shared.items() if alias not in apart}
 
 
-def _name_left_out(models: list[SavedFile]) -> None:
+def _name_left_out(models: Sequence[SavedFile]) -> None:
     """Notes what is left out: descriptions of the run, and tensors under names that only the first file is read for."""
     builder = models[0].builder
     for key in _LEFT:

@@ -212,7 +212,7 @@ def _param_group(base: Any, index: int) -> Mapping[str, Any]:
 
 
 def read_universal(
-    source: SourceFolder, open_file: Callable[[str], SavedFile], model: SavedFile, zero: ZeroBuilder
+    source: SourceFolder, open_files: Callable[[list[str]], Sequence[SavedFile]], model: SavedFile, zero: ZeroBuilder
 ) -> ZeroState:
     """Adds `model.<name>` and `optimizer.state.<name>.<key>`. Raises the errors of `read_zero_state`."""
     shapes = _shapes_of_groups(model)
@@ -220,14 +220,20 @@ def read_universal(
     order = {name: number for number, name in enumerate(known)}
     root = source.list(UNIVERSAL_FOLDER)
     names = [name for name, num_bytes in root.items() if num_bytes is None]
-    for name in sorted(names, key=lambda name: order.get(name, len(order))):
-        for file, num_bytes in sorted(source.list(f"{UNIVERSAL_FOLDER}/{name}").items()):
-            if num_bytes is not None and file.endswith(_SUFFIX):
-                saved = open_file(f"{UNIVERSAL_FOLDER}/{name}/{file}")
-                _add_piece(saved, file, name, known.get(name), zero)
+    names.sort(key=lambda name: order.get(name, len(order)))
+    listings = source.list_all(f"{UNIVERSAL_FOLDER}/{name}" for name in names)
+    pieces = [
+        (name, file)
+        for name, listing in zip(names, listings, strict=True)
+        for file, num_bytes in sorted(listing.items())
+        if num_bytes is not None and file.endswith(_SUFFIX)
+    ]
+    opened = open_files([f"{UNIVERSAL_FOLDER}/{name}/{file}" for name, file in pieces])
+    for (name, file), saved in zip(pieces, opened, strict=True):
+        _add_piece(saved, file, name, known.get(name), zero)
     groups: list[Mapping[str, Any]] = []
     if root.get(_GROUPS_FILE) is not None:
-        groups = _universal_groups(open_file(f"{UNIVERSAL_FOLDER}/{_GROUPS_FILE}"), zero)
+        groups = _universal_groups(open_files([f"{UNIVERSAL_FOLDER}/{_GROUPS_FILE}"])[0], zero)
     for index, group in enumerate(shapes):
         is_same = len(groups) == len(shapes)
         zero.add_group(list(group), groups[index if is_same else 0] if groups else {})

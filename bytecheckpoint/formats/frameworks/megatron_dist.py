@@ -18,6 +18,7 @@ from typing import Any
 
 from bytecheckpoint.formats.file_reader import damaged, missing_file, not_readable
 from bytecheckpoint.formats.folder import SourceFolder
+from bytecheckpoint.formats.frameworks.dcp_metadata import METADATA_NAME
 from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
 from bytecheckpoint.formats.plain_values import SizeValue
 from bytecheckpoint.manifest import Chunk
@@ -32,7 +33,11 @@ _MAX_MARKER_BYTES = 1 << 16
 
 
 def read_backend(source: SourceFolder) -> str | None:
-    """Returns the backend with which Megatron has written the folder; None if the folder is not Megatron's."""
+    """Returns the backend with which Megatron has written the folder; None if the folder is not Megatron's. A marker is
+    written last: without it, its file of common state tells.
+    """
+    if MARKER_NAME not in source.listing and {METADATA_NAME, _COMMON_FILE} <= source.files:
+        return _READ_BACKEND
     if not 0 < (source.listing.get(MARKER_NAME) or 0) <= _MAX_MARKER_BYTES:
         return None
     try:
@@ -49,7 +54,7 @@ def refuse_other_backends(backend: str | None, path: str, *, has_metadata: bool)
         advice = "load it with Megatron and save it with --ckpt-format torch_dist"
         raise not_readable(path, f"Megatron wrote it as {backend!r:.80}", advice)
     if not has_metadata:
-        raise missing_file(path, f"has no .metadata, and {MARKER_NAME} says that Megatron saved it as {backend}")
+        raise missing_file(path, f"has no .metadata, and Megatron saved it as {backend}: its save did not finish")
 
 
 def with_common_state(root: dict[Any, Any], source: SourceFolder) -> dict[Any, Any]:
@@ -61,7 +66,11 @@ def with_common_state(root: dict[Any, Any], source: SourceFolder) -> dict[Any, A
         for key, value in root.items()
     }
     common = state.pop(_COMMON_KEY, {})
-    if _COMMON_FILE in source.files and not common:
+    if _COMMON_FILE not in source.files and not common:
+        raise missing_file(
+            source.path, f"has no {_COMMON_FILE}, in which are Megatron's arguments and its iteration", "it"
+        )
+    if not common:
         saved = source.open(_COMMON_FILE, find_megatron_value)
         common = saved.plain(saved.value, "")
     if not isinstance(common, dict):

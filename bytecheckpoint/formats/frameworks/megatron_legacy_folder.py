@@ -17,7 +17,7 @@ from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
 from bytecheckpoint.formats.frameworks.megatron_legacy_model import MODEL_KEY, Model, Rank, RankFile
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
-from bytecheckpoint.formats.torch_save.file import translated
+from bytecheckpoint.formats.torch_save.file import SavedFile, translated
 from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.storage.paths import join_name
 
@@ -52,21 +52,28 @@ def read_folder(source: SourceFolder) -> None:
     Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
     UnsafeCheckpointError.
     """
-    opened = [_open(source, name) for name in _rank_folders(source)]
+    folders = _rank_folders(source)
+    names = [
+        _model_file(source, folder, inside) for folder, inside in zip(folders, source.list_all(folders), strict=True)
+    ]
+    saved = source.open_dicts(names, find_megatron_value)
+    opened = list(map(_rank_file, folders, saved))
     path = opened[0].saved.path
     files = translated(path, _WRITER, _arrange, opened, source.builder)
     translated(path, _WRITER, _read, files, source.builder)
 
 
-def _open(source: SourceFolder, folder: str) -> RankFile:
-    """Opens the file of a rank. Notes files with optimizer state beside it as left out."""
-    inside = source.list(folder)
+def _model_file(source: SourceFolder, folder: str, inside: Mapping[str, int | None]) -> str:
+    """Returns the file of a rank. Notes files with optimizer state beside it as left out."""
     name = next((file for file in _MODEL_FILES if inside.get(file) is not None), None)
     if name is None:
         raise missing_file(join_name(source.path, folder), f"has no {_MODEL_FILES[0]}")
-    saved = source.open_dict(join_name(folder, name), find_megatron_value)
     for file_name in sorted(filter(_OPTIMIZER_FILES.match, inside)):
         source.builder.leave_out(join_name(folder, file_name), _WHY_LEFT_OUT)
+    return join_name(folder, name)
+
+
+def _rank_file(folder: str, saved: SavedFile) -> RankFile:
     match = _RANK_FOLDER.match(folder)
     tp, *other_numbers = (int(number) for number in (match.groups() if match else ()) if number is not None)
     file = RankFile(Rank(tp, *[*other_numbers, 0, 0][:2]), folder, saved)

@@ -38,8 +38,9 @@ def read_torch_model(source: SourceFolder) -> None:
         saved.take_apart(saved.value)
         return
     weights = read_index(source, TORCH_INDEX)
-    for name in sorted(set(weights.values())):
-        saved = source.open(name)
+    source.refuse_missing(set(weights.values()), TORCH_INDEX)
+    for saved in source.open_all(sorted(set(weights.values()))):
+        name = saved.name
         wanted = {fqn for fqn, file in weights.items() if file == name}
         if not isinstance(saved.value, dict) or not wanted <= saved.value.keys():
             path = join_name(source.path, TORCH_INDEX)

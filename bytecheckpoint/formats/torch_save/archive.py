@@ -72,13 +72,17 @@ class ZipArchive:
         self._end = end
         self.members = self._read_members()
 
-    def data_offset(self, name: str) -> int:
-        """Returns where a member's bytes begin, from the start of the file."""
+    def in_file_order(self) -> list[tuple[int, str]]:
+        """Returns where each member begins, from the start of the file, and its name."""
+        return sorted((self._start + member.header_offset, name) for name, member in self.members.items())
+
+    def data_offset(self, name: str, file: FileReader) -> int:
+        """Returns where a member's bytes begin, from the start of the file, which `file` reads."""
         member = self.members[name]
-        fields = _LOCAL.unpack(self._read(member.header_offset, _LOCAL.size))
+        fields = _LOCAL.unpack(self._read(member.header_offset, _LOCAL.size, file))
         name_bytes, extra_bytes = fields[9:11]
         start = member.header_offset + _LOCAL.size + name_bytes + extra_bytes
-        found = self._read(member.header_offset + _LOCAL.size, min(name_bytes, 4096))
+        found = self._read(member.header_offset + _LOCAL.size, min(name_bytes, 4096), file)
         if fields[0] != b"PK\x03\x04" or found != name.encode():
             self.file.raise_damaged(f"its member {name!r:.200} does not begin where the directory says")
         if start + member.byte_length > member.limit:
@@ -95,18 +99,18 @@ class ZipArchive:
         if num_bytes > max_bytes:
             what = f"its member {name!r:.200} has {num_bytes} bytes, at most {max_bytes} are read"
             raise too_much(self.file.path, what)
-        return self.file.read(self.data_offset(name), num_bytes)
+        return self.file.read(self.data_offset(name, self.file), num_bytes)
 
-    def _read(self, byte_offset: int, byte_length: int) -> bytes:
+    def _read(self, byte_offset: int, byte_length: int, file: FileReader) -> bytes:
         if byte_offset + byte_length > self._end - self._start:
             self.file.raise_damaged("its directory points behind its end", kind="truncated")
-        return self.file.read(self._start + byte_offset, byte_length)
+        return file.read(self._start + byte_offset, byte_length)
 
     def _read_members(self) -> dict[str, ArchiveMember]:
         directory = self._find_directory()
         self.directory_offset = directory.byte_offset
         """Offset from the start of the archive, in bytes."""
-        content = self._read(directory.byte_offset, directory.byte_length)
+        content = self._read(directory.byte_offset, directory.byte_length, self.file)
         found: dict[str, tuple[int, int, int]] = {}
         position = 0
         for _ in range(directory.num_entries):
@@ -131,7 +135,7 @@ class ZipArchive:
 
     def _find_directory(self) -> _ArchiveDirectory:
         end = self._end - self._start - _END.size
-        fields = _END.unpack(self._read(end, _END.size)) if end >= 0 else (b"",)
+        fields = _END.unpack(self._read(end, _END.size, self.file)) if end >= 0 else (b"",)
         if fields[0] != b"PK\x05\x06":
             self.file.raise_damaged(
                 "it does not end as an archive of torch.save does; it was cut short", kind="truncated"
@@ -151,10 +155,10 @@ class ZipArchive:
         return _ArchiveDirectory(num_entries, num_bytes, offset)
 
     def _find_directory_64(self, at: int) -> _ArchiveDirectory:
-        locator = _END_64_LOCATOR.unpack(self._read(at, _END_64_LOCATOR.size)) if at >= 0 else (b"",)
+        locator = _END_64_LOCATOR.unpack(self._read(at, _END_64_LOCATOR.size, self.file)) if at >= 0 else (b"",)
         if locator[0] != b"PK\x06\x07":
             self.file.raise_damaged("the end of its directory is not where a large archive has it")
-        fields = _END_64.unpack(self._read(locator[2], _END_64.size))
+        fields = _END_64.unpack(self._read(locator[2], _END_64.size, self.file))
         if fields[0] != b"PK\x06\x06" or fields[6] != fields[7]:
             self.file.raise_damaged("the end of its directory is not what a large archive has there")
         return _ArchiveDirectory(*fields[7:10])

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointError, UnsafeCheckpointError
 from bytecheckpoint.formats import strided_views
-from bytecheckpoint.formats.file_reader import FileReader, damaged, not_readable, with_path
+from bytecheckpoint.formats.file_reader import (
+    REQUESTS_IN_FLIGHT,
+    FileReader,
+    damaged,
+    not_readable,
+    visit_places,
+    with_path,
+)
 from bytecheckpoint.formats.flat_ranges import FlatBuffer
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder, plain_tree
 from bytecheckpoint.formats.torch_save.archive import ZipArchive, torchscript_error
@@ -22,6 +30,7 @@ from bytecheckpoint.formats.torch_save.unpickler import (
 from bytecheckpoint.formats.torch_save.unpickler_globals import StorageRef, StoredView, find_storage
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import shifted
+from bytecheckpoint.runtime.threads import map_looks
 
 ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f920")
@@ -41,6 +50,7 @@ class TorchArchive:
         self._zip = ZipArchive(file, start, end)
         self._folder = self._find_folder()
         self._storages: dict[str, tuple[int, int]] = {}
+        """Where the storage of each member begins in the file, and its length in bytes."""
         byteorder = f"{self._folder}byteorder"
         if byteorder in self._zip.members and self._zip.read(byteorder, max_bytes=_SMALL) == b"big":
             advice = "load it on a machine of its kind, and save it again"
@@ -73,22 +83,37 @@ class TorchArchive:
         """Returns bytes of the file, `byte_offset` counted from the start of the file and not of the archive."""
         return self._file.read(byte_offset, byte_length)
 
+    def unlocated(self) -> Iterator[tuple[FileReader, int, tuple[TorchArchive, str]]]:
+        """Yields the storages for `locate_storages`, in the order of the file."""
+        for byte_offset, name in self._zip.in_file_order():
+            if name.startswith(f"{self._folder}data/"):
+                yield self._file, byte_offset, (self, name)
+
+    def locate(self, name: str, file: FileReader) -> tuple[int, int]:
+        """Returns what `storage` does, of a member; `file` reads the archive's file."""
+        found = self._zip.data_offset(name, file), self._zip.members[name].byte_length
+        self._storages[name] = found
+        return found
+
     def storage(self, ref: StorageRef) -> tuple[int, int]:
         """Returns where in the file a storage begins, and its length in bytes."""
         num_bytes = ref.num_items * (1 if ref.dtype is None else itemsize(ref.dtype))
-        found = self._storages.get(ref.key)
-        if found is None:
-            name = f"{self._folder}data/{ref.key}"
-            member = self._zip.members.get(name)
-            if member is None:
-                self._file.raise_damaged(
-                    f"it has no member {name!r:.200}, which its pickle points to", kind="truncated"
-                )
-            found = self._storages[ref.key] = self._zip.data_offset(name), member.byte_length
+        name = f"{self._folder}data/{ref.key}"
+        if name not in self._zip.members:
+            self._file.raise_damaged(f"it has no member {name!r:.200}, which its pickle points to", kind="truncated")
+        found = self._storages.get(name) or self.locate(name, self._file)
         if found[1] != num_bytes:
             what = f"its storage {ref.key!r:.200} has {found[1]} bytes, its pickle says {num_bytes}"
             self._file.raise_damaged(what)
         return found
+
+
+def locate_storages(archives: Iterable[TorchArchive]) -> None:
+    """Reads where the storages of these archives begin, with several requests in flight: each says it in front of its
+    own bytes. What is damaged is left for `TorchArchive.storage` to raise.
+    """
+    places = [place for archive in archives for place in archive.unlocated()]
+    visit_places(places, lambda file, found: found[0].locate(found[1], file))
 
 
 def unpickle(content: bytes, path: str, find_global: FindGlobal) -> Any:
@@ -187,17 +212,27 @@ class SavedFile(NamedTuple):
         self.builder.take_apart(value, on_tensor=add)
 
 
-def open_saved(file: FileReader, name: str, *, builder: ManifestBuilder, find_global: FindGlobal) -> SavedFile:
-    """Opens a file in or below the folder of a checkpoint, and adds it to the builder's files. Raises
-    CheckpointCorruptError or UnsafeCheckpointError.
+def open_saved(
+    files: Mapping[str, FileReader], *, builder: ManifestBuilder, find_global: FindGlobal
+) -> list[SavedFile]:
+    """Opens files in or below the folder of a checkpoint, by their names in it, and adds them to the builder's files.
+    Raises CheckpointCorruptError or UnsafeCheckpointError.
     """
+    opened = map_looks(partial(_open, find_global=find_global), files.values(), num_threads=REQUESTS_IN_FLIGHT)
+    locate_storages(archive for archive, _ in opened)
+    return [
+        SavedFile(archive, builder.add_file(name, file.byte_length), file.path, value, name, builder)
+        for (name, file), (archive, value) in zip(files.items(), opened, strict=True)
+    ]
+
+
+def _open(file: FileReader, *, find_global: FindGlobal) -> tuple[TorchArchive, Any]:
     if file.read(0, min(file.byte_length, len(LEGACY_MAGIC))) == LEGACY_MAGIC:
         advice = "load it with torch.load where it comes from, and save it with torch.save of torch 1.6 or later"
         what = "it was written by torch before 1.6, or with _use_new_zipfile_serialization=False"
         raise not_readable(file.path, what, advice)
     archive = TorchArchive(file, 0, file.byte_length)
-    value = unpickle(archive.pickle, file.path, find_global)
-    return SavedFile(archive, builder.add_file(name, file.byte_length), file.path, value, name, builder)
+    return archive, unpickle(archive.pickle, file.path, find_global)
 
 
 def translated(path: str, writer: str, function: Callable[..., _Found], *args: Any) -> _Found:

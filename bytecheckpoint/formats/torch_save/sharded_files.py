@@ -55,7 +55,7 @@ def read_folder(source: SourceFolder) -> None:
     is_any_sharded = False
     groups = _groups(source.files, source.path)
     for group in groups:
-        opened = [source.open(name, find_sharded_value) for name in group.files]
+        opened = source.open_all(group.files, find_sharded_value)
         below = group.name if len(groups) > 1 else ""
         state, is_group_sharded = translated(opened[0].path, _WRITER, _read_group, opened, below, builder)
         is_any_sharded |= is_group_sharded

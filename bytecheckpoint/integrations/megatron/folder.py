@@ -5,6 +5,7 @@ deleted after a save. Knows nothing of models.
 from __future__ import annotations
 
 import logging
+import os
 from argparse import Namespace
 from typing import Any
 
@@ -49,7 +50,7 @@ class FoundIteration(msgspec.Struct):
     """Arguments of the run that saved it, or the state of Megatron-Bridge's training; empty if neither saved it."""
 
 
-def find(args: Namespace, root: str | None, reach: TrackedFolder) -> FoundIteration:
+def find(args: Namespace, root: str | os.PathLike[str] | None, reach: TrackedFolder) -> FoundIteration:
     """Chooses the checkpoint, on rank 0. All folders are opened as `reach` says, whose own root is not used. Without
     any checkpoint, returns an empty path with a warning, or raises CheckpointNotFoundError, as Megatron's arguments
     say.
@@ -57,11 +58,13 @@ def find(args: Namespace, root: str | None, reach: TrackedFolder) -> FoundIterat
     Opens the one that it chooses: raises CheckpointNotFoundError too if that is not committed, or if a tracker file
     names no iteration, and the errors of `bytecheckpoint.open` for a damaged one.
     """
+    root = None if root is None else os.fspath(root)
     wanted = getattr(args, "ckpt_step", None)
     if wanted and root is not None:
         return _described(reach._replace(root=root), name_of(wanted))
     found = [(folder, text) for folder in _folders(args, root, reach) if (text := _tracked_in(folder)) is not None]
-    pretrained: str | None = getattr(args, "pretrained_checkpoint", None)
+    given: str | os.PathLike[str] | None = getattr(args, "pretrained_checkpoint", None)
+    pretrained = None if given is None else os.fspath(given)
     is_pretrained = not found and pretrained is not None
     if not found and pretrained is not None:
         folder = reach._replace(root=pretrained)
@@ -196,7 +199,7 @@ def _iteration_in(text: str) -> int:
     return int(text)
 
 
-def non_persistent_root(args: Namespace, root: str) -> str:
+def non_persistent_root(args: Namespace, root: str | os.PathLike[str]) -> str:
     """Returns the folder of checkpoints of which only the newest is kept."""
-    given: str | None = args.non_persistent_global_ckpt_dir
-    return given or join_name(root, _NON_PERSISTENT)
+    given: str | os.PathLike[str] | None = args.non_persistent_global_ckpt_dir
+    return os.fspath(given) if given else join_name(os.fspath(root), _NON_PERSISTENT)

@@ -253,7 +253,9 @@ class BcpCheckpointManager(BaseCheckpointManager):
     def _load_state(self, path: str) -> None:
         storage_options = self._storage_options_for(path)
         with api.open(path, storage_options=storage_options) as checkpoint:
-            if checkpoint.info.format != OWN_FORMAT:
+            # Of either format: `bcp convert` writes those of torchtitan in that of this library, and back.
+            names = {name.partition(".")[0] for name in (*checkpoint, *checkpoint.objects)}
+            if "extra_state" not in names and (checkpoint.info.format != OWN_FORMAT or "train_state" in names):
                 self._load_state_of_torchtitan(path, checkpoint.objects)
                 return
             inside = [name.removeprefix("extra_state.") for name in checkpoint if name.startswith("extra_state.")]

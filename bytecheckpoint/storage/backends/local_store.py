@@ -96,7 +96,7 @@ class LocalStore:
             if temporary or getattr(error, "kind", "") != "permission":  # else it has made none
                 remove_empty_folders(os.path.dirname(path), self._root)
             raise
-        with writing:
+        with _WriteErrors(path, writing.num_bytes, may_be_done=replace):
             self._make_name_durable(path, replace=replace)
 
     def duplicate(self, source: str, name: str, *, num_bytes: int) -> None:
@@ -318,8 +318,8 @@ class _WriteErrors:
     It encloses system calls only, so that an OSError of a block's `content` passes through.
     """
 
-    def __init__(self, path: str, num_bytes: int) -> None:
-        self._path = path
+    def __init__(self, path: str, num_bytes: int, *, may_be_done: bool = False) -> None:
+        self._path, self._may_be_done = path, may_be_done
         self.num_bytes = num_bytes
         self._free_bytes = free_bytes(os.path.dirname(path))
 
@@ -331,9 +331,9 @@ class _WriteErrors:
         if isinstance(error, FileExistsError):
             raise already_exists(self._path) from error
         if isinstance(error, OSError):
-            reason, free = _reason(error, self._path), self._free_bytes
+            reason, free, done = _reason(error, self._path), self._free_bytes, self._may_be_done
             raise write_error(
-                error, self._path, reason=reason, needed_bytes=self.num_bytes, free_bytes=free, may_be_done=False
+                error, self._path, reason=reason, needed_bytes=self.num_bytes, free_bytes=free, may_be_done=done
             ) from error
 
 

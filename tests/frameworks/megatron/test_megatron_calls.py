@@ -50,7 +50,7 @@ class Counting:
 def arguments(folder: str, **others: Any) -> Namespace:
     defaults: dict[str, Any] = {
         "save": folder,
-        "load": folder,
+        "load": Path(folder),
         **dict.fromkeys(("pretrained_checkpoint", "non_persistent_ckpt_type", "non_persistent_global_ckpt_dir")),
         **dict.fromkeys(("ckpt_step", "save_retain_interval", "override_ckpt_iteration")),
         **dict.fromkeys(("async_save", "finetune", "no_load_optim", "no_load_rng", "no_save_optim"), False),

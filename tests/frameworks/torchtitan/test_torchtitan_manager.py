@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("torchtitan")
 
+from click.testing import CliRunner
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
@@ -20,6 +21,7 @@ from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 import bytecheckpoint as bcp
 from bytecheckpoint.integrations.torchtitan import BcpCheckpointManager
 from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.tools.main import cli
 from frameworks.going_on import line_of
 from frameworks.torchtitan import titan_runs
 
@@ -417,6 +419,34 @@ def test_everything_of_torchtitans_own_manager_loads(tmp_path: Path, left_out: l
     assert all(torch.equal(old[key], new[key]) for old, new in zip(saved, loaded, strict=True) for key in new)
     assert {len(new) for new in loaded} == {0 if left_out else 3}
     ours.manager.close()
+
+
+@pytest.mark.parametrize(
+    ("manager", "options"),
+    [
+        (CheckpointManager, ["bcp"]),
+        (BcpCheckpointManager, ["dcp"]),
+        (BcpCheckpointManager, ["dcp", "--flatten-optimizer", "--rename", r"^model\.="]),
+    ],
+)
+def test_everything_of_a_converted_checkpoint_loads(tmp_path: Path, manager: type, options: list[str]) -> None:
+    before = Run(tmp_path, manager=manager, keep_latest_k=0)
+    before.step()
+    before.step()
+    before.manager.close()
+    path = str(tmp_path / "converted")
+    ended = CliRunner().invoke(cli, ["convert", str(tmp_path / "checkpoint/step-2"), path, "--to", *options])
+    assert not ended.exit_code, ended.output
+    after = Run(tmp_path / "after", seed=1, initial_load_path=path, initial_load_model_only=False)
+    assert after.manager.load()
+    assert same(after.weights(), before.weights())
+    assert (after.trained.value, after.user.value, after.schedulers.schedulers[0].last_epoch) == (2, 20, 2)
+    saved, loaded = (
+        [run.optimizers.optimizers[0].state[parameter] for parameter in run.model.parameters()]
+        for run in (before, after)
+    )
+    assert all(torch.equal(old[key], new[key]) for old, new in zip(saved, loaded, strict=True) for key in old)
+    after.manager.close()
 
 
 def test_load_only_saves_nothing(run: Run, tmp_path: Path) -> None:
