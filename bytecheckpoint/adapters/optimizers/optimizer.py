@@ -23,6 +23,7 @@ from bytecheckpoint.adapters.native.parameter_names import (
     MODEL_FQN,
     NamesParameters,
     OptimizedParameters,
+    ParameterNames,
     name_parameters,
 )
 from bytecheckpoint.adapters.optimizers.forms import OWN, Form
@@ -35,6 +36,7 @@ from bytecheckpoint.adapters.optimizers.hyperparameters import (
     clashes,
     problem_of,
     set_hyperparameters,
+    subclass_clashes,
     tensors_to_load,
     torn_problem,
     torn_states,
@@ -291,6 +293,7 @@ class OptimizerEntry:
                 optimizer, values, parameters = group
                 names = self._optimized.names(parameters)
                 of_group = clashes(optimizer, values, names, stored)
+                of_group = of_group or subclass_clashes(optimizer, self._to_load(group, stored), stored)
                 torn_here: list[TornState] = []
                 may_tear = not (of_group or stored.takes_all)
                 new_values = after_load(values, names, stored) if may_tear else {}
@@ -318,12 +321,17 @@ class OptimizerEntry:
         """Yields the state of each parameter that is not flat memory, stored or not, but for parameters that `exclude`
         leaves out and groups that are refused.
         """
-        whole, refused = self._optimized.whole, self._refuse(stored).groups
-        for group in self._groups() if whole else ():
-            for parameter in group.parameters if id(group.values) not in refused else ():
-                names = whole.get(id(parameter))
-                if names is not None and not stored.is_excluded(names):
-                    yield ParamState(self.fqn, group, parameter, names=names, stored=stored, created=self._created)
+        refused = self._refuse(stored).groups
+        for group in self._groups() if self._optimized.whole else ():
+            for parameter, names in self._to_load(group, stored) if id(group.values) not in refused else ():
+                yield ParamState(self.fqn, group, parameter, names=names, stored=stored, created=self._created)
+
+    def _to_load(self, group: ParamGroup, stored: StoredOptimizer) -> Iterator[tuple[torch.Tensor, ParameterNames]]:
+        """Yields the parameters of a group that are not flat memory, but for those that `exclude` leaves out."""
+        for parameter in group.parameters:
+            names = self._optimized.whole.get(id(parameter))
+            if names is not None and not stored.is_excluded(names):
+                yield parameter, names
 
     def _flat_states(self, stored: StoredOptimizer | None = None) -> Iterator[FlatParamState]:
         """Yields the state of all flat memory that holds elements of parameters; with `stored`, not of groups that are
