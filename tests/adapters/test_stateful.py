@@ -309,6 +309,20 @@ class Buffer(list[int]):
         self[:] = state_dict["items"]
 
 
+def test_a_gradient_scaler_that_was_disabled_is_refused_for_one_that_is_not(tmp_path: Path) -> None:
+    disabled, enabled = torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", init_scale=8.0)
+    state = {"scaler": enabled, "values": torch.zeros(2)}
+    bcp.save(tmp_path, {"scaler": disabled, "values": torch.ones(2)})
+    with pytest.raises(bcp.CheckpointMismatchError, match="scaler: disabled when it was saved.*exclude='scaler'"):
+        bcp.load(tmp_path, state)
+    assert not state["values"].any()
+    bcp.load(tmp_path, state, exclude="scaler")
+    assert state["values"].all()
+    assert bcp.load(tmp_path, state, strict=False).mismatched
+    assert enabled.get_scale() == 8.0
+    bcp.load(tmp_path, {"scaler": disabled})
+
+
 def test_rank_local_over_a_list_with_a_state_dict_of_its_own(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"buffer": bcp.RankLocal(Buffer([1, 2]))})
     target = Buffer()
