@@ -116,7 +116,7 @@ class StatefulEntry:
         elif found.tree is None and isinstance(shown, dict) and _is_of_torch(self._value):
             why = f"None in the checkpoint, and this {kind} takes a dict; leave it out with exclude={self.fqn!r}"
         elif found.tree == {} != shown and isinstance(self._value, torch.amp.GradScaler):
-            why = f"disabled when it was saved, and enabled now; to start it anew leave it out with exclude={self.fqn!r}"
+            why = f"disabled when it was saved, and enabled now; start it anew with exclude={self.fqn!r}"
         if why is not None:
             claims = {*values, *checkpoint.tensor_names.below(self.fqn)}
             return Expectation([], claims, [Problem("conflict", self.fqn, f"{self.fqn}: {why}")])

@@ -313,7 +313,7 @@ def test_a_gradient_scaler_that_was_disabled_is_refused_for_one_that_is_not(tmp_
     disabled, enabled = torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", init_scale=8.0)
     state = {"scaler": enabled, "values": torch.zeros(2)}
     bcp.save(tmp_path, {"scaler": disabled, "values": torch.ones(2)})
-    with pytest.raises(bcp.CheckpointMismatchError, match="scaler: disabled when it was saved.*exclude='scaler'"):
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"scaler: disabled when it was saved.*exclude='scaler'"):
         bcp.load(tmp_path, state)
     assert not state["values"].any()
     bcp.load(tmp_path, state, exclude="scaler")
