@@ -230,6 +230,17 @@ def test_an_object_that_is_not_in_the_checkpoint_is_named(tmp_path: Path) -> Non
     assert target.num_loads == 0
 
 
+def test_an_object_of_a_list_that_is_plain_data_in_the_checkpoint_is_refused_with_advice(tmp_path: Path) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1)
+    torch.save({"it": [scheduler.state_dict()]}, tmp_path / "file.pt")
+    told = r"it\.0: the state of this StepLR is not in the checkpoint, which has a list at 'it'; .* \{'it': \[\]\}"
+    with pytest.raises(bcp.CheckpointMismatchError, match=told):
+        bcp.load(tmp_path / "file.pt", {"it": [scheduler]})
+    state: dict[str, Any] = {"it": []}
+    bcp.load(tmp_path / "file.pt", state)
+    assert state["it"] == [scheduler.state_dict()]
+
+
 def test_objects_in_nested_containers(tmp_path: Path) -> None:
     source = {"all": [{"a": Counter(n=1)}, (Counter(n=2), [3]), Counter(n=4)]}
     target = {"all": [{"a": Counter(n=0)}, (Counter(n=0), [0]), Counter(n=0)]}
