@@ -100,6 +100,8 @@ class OptimizerEntry:
         """The optimizer in the checkpoint of the one load that this entry is made for."""
         self._is_prepared = False
         self._refused: _Refused | None = None
+        self._left: set[int] = set()
+        """Ids of parameters whose state is left as it is, because it lacks tensors that do not fit."""
 
     def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
         """Takes the names of the parameters from the modules of the state.
@@ -235,8 +237,10 @@ class OptimizerEntry:
         if stored is None:
             return
         for state in self._param_states(stored):
-            if state.fits:
-                state.prepare(refused)
+            if state.lacks_any(refused):  # without values a new tensor must not stay
+                self._left.add(id(state.parameter))
+            elif state.fits:
+                state.prepare()
         for flat in self._flat_states(stored):
             flat.prepare(stored)
 
@@ -319,12 +323,13 @@ class OptimizerEntry:
 
     def _param_states(self, stored: StoredOptimizer) -> Iterator[ParamState]:
         """Yields the state of each parameter that is not flat memory, stored or not, but for parameters that `exclude`
-        leaves out and groups that are refused.
+        leaves out, groups that are refused, and those in `_left`.
         """
         refused = self._refuse(stored).groups
         for group in self._groups() if self._optimized.whole else ():
             for parameter, names in self._to_load(group, stored) if id(group.values) not in refused else ():
-                yield ParamState(self.fqn, group, parameter, names=names, stored=stored, created=self._created)
+                if id(parameter) not in self._left:
+                    yield ParamState(self.fqn, group, parameter, names=names, stored=stored, created=self._created)
 
     def _to_load(self, group: ParamGroup, stored: StoredOptimizer) -> Iterator[tuple[torch.Tensor, ParameterNames]]:
         """Yields the parameters of a group that are not flat memory, but for those that `exclude` leaves out."""
