@@ -158,3 +158,17 @@ class LowBit(nn.Module):
 
     def named(self) -> dict[str, Tensor]:
         return dict(self.state_dict(keep_vars=True))
+
+
+class LowBitAdamW(torch.optim.AdamW):
+    """An optimizer that keeps subclasses for parameters that are none: a step of its own makes it another kind."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class LowBitSGD(torch.optim.SGD):
+    """The same, with the hyperparameters of SGD."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)

@@ -96,8 +96,9 @@ class CheckpointView:
         self.takes_all = include is None and not exclude
         """True if include and exclude leave out nothing."""
         self._below = f"{below}." if below else ""
-        self._is_renamed = key_map is not None or bool(below) or bool(plain_names)
-        self._is_as_saved = self.takes_all and not self._is_renamed
+        self.is_renamed = key_map is not None or bool(below) or bool(plain_names)
+        """False if `rename` changes no name."""
+        self._is_as_saved = self.takes_all and not self.is_renamed
         self.rename = Renamer(key_map, below, beside, plain_names)
         """Checkpoint FQN -> state FQN."""
         self.of_other_ranks: dict[str, StoredTensor] = {}

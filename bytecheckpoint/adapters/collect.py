@@ -25,6 +25,7 @@ from bytecheckpoint.adapters.native.model_wrappers import ReloadEntry, modules_i
 from bytecheckpoint.adapters.native.module_walk import Stage, stages_of
 from bytecheckpoint.adapters.native.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
+from bytecheckpoint.adapters.optimizers.param_state import refuse_zero_redundancy
 from bytecheckpoint.adapters.optimizers.wrapper_entries import OptimizerWrapper, OptimizerWrapperEntry, wrapper_of
 from bytecheckpoint.adapters.plain.plain_tree import atoms, leaves
 from bytecheckpoint.adapters.rank_values.rank_local import RankLocal, RankLocalEntry
@@ -82,8 +83,23 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
         module.find_flat(flat)
     for optimizer in optimizers:
         optimizer.name_parameters(modules)
+    _refuse_bound_to_zero(values, optimizers)
     refuse_absent(framework, state, has_own=any(entry.framework == framework for entry in (*modules, *optimizers)))
     return [*modules, *optimizers, *(entry for entry in entries if not isinstance(entry, _MODULES))]
+
+
+def _refuse_bound_to_zero(
+    values: Sequence[_Value], optimizers: Sequence[OptimizerEntry | OptimizerWrapperEntry]
+) -> None:
+    """Raises CheckpointSaveError (unsupported_value) for the optimizer inside a ZeroRedundancyOptimizer that has a
+    scheduler in the state: each step puts the outer hyperparameters, which no entry has, in place of the inner ones.
+    """
+    fqns = {id(one): entry.fqn for entry in optimizers for one in entry.optimizers}
+    for each in values:
+        outer = getattr(each.value, "__dict__", {}).get("optimizer") if each.kind == "stateful" else None
+        fqn = fqns.get(id(getattr(outer, "optim", None)))
+        if fqn is not None and isinstance(outer, torch.optim.Optimizer):
+            refuse_zero_redundancy(fqn, outer)
 
 
 _Kind = Literal["sharded", "modules", "optimizers", "rank-local", "data", "stateful", "plain"]

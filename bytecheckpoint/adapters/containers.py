@@ -27,7 +27,7 @@ from bytecheckpoint.adapters.shard_columns import WholeTensors
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShards, dtype_name, has_all_memory, shares_elements
 from bytecheckpoint.adapters.torch_types import loaded_dtensor
 from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, contents_of, missing_in
-from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
+from bytecheckpoint.manifest.plain_wire import TensorRef, is_at_or_below, join_fqn
 
 
 class PlainEntry:
@@ -175,7 +175,26 @@ def _adopted(value: Any, fqn: str, checkpoint: CheckpointView) -> StoredTree | N
     kind = dict if isinstance(value, dict) else list
     is_empty = kind is dict or (type(value) is list and not value and fqn not in checkpoint.tree_leaves)
     found = checkpoint.subtree(fqn) if is_empty else None
-    return found if found is not None and isinstance(found.tree, kind) else None
+    if found is None or not isinstance(found.tree, kind):
+        return None
+    if isinstance(found.tree, dict):
+        return found._replace(tree=_renamed_below(fqn, found.tree, found.fqn, checkpoint))
+    return found
+
+
+def _renamed_below(target: str, tree: dict[Any, Any], fqn: str, checkpoint: CheckpointView) -> dict[Any, Any]:
+    """Returns the dict of this checkpoint FQN without what a load does not rename to the state FQN `target` or below
+    it.
+    """
+    if not checkpoint.is_renamed:
+        return tree
+    kept = {}
+    for key, item in tree.items():
+        child = join_fqn(fqn, key)
+        if any(is_at_or_below(checkpoint.rename(name), {target}) for name in leaves(item, child)):
+            is_dict = isinstance(item, dict) and bool(item)
+            kept[key] = _renamed_below(target, item, child, checkpoint) if is_dict else item
+    return type(tree)(kept)
 
 
 def _is_left_out(value: Any, fqn: str, checkpoint: CheckpointView) -> bool:

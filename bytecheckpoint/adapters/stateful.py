@@ -32,6 +32,8 @@ from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, contents_of, is_sharded, missing_in
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
+_AS_PLAIN = "load it as plain data, such as {{{!r}: []}} for a list, and give what it holds to load_state_dict()"
+
 
 class Stateful(Protocol):
     """An object with state_dict() and load_state_dict()."""
@@ -93,6 +95,9 @@ class StatefulEntry:
         kind = type(self._value).__name__
         if found is None:
             text = f"{self.fqn}: the state of this {kind} is not in the checkpoint"
+            outer = self.fqn.rpartition(".")[0]
+            if isinstance(checkpoint.tree_leaves.get(outer), list):
+                text += f", which has a list at {outer!r}; {_AS_PLAIN.format(outer)}"
             return Expectation([], set(), [Problem("missing_key", self.fqn, text)])
         if not found.is_taken:
             return Expectation([], set(), [])
@@ -110,11 +115,13 @@ class StatefulEntry:
             why = ONLY_FOR_LOADERS
         elif isinstance(shown, dict) and not isinstance(found.tree, dict | NoneType):
             why = (
-                f"a {type(found.tree).__name__} in the checkpoint, and this {kind} takes a dict; load it as plain "
-                f"data, such as {{{self.fqn!r}: []}} for a list, and give what it holds to load_state_dict()"
+                f"a {type(found.tree).__name__} in the checkpoint, and this {kind} takes a dict; "
+                f"{_AS_PLAIN.format(self.fqn)}"
             )
         elif found.tree is None and isinstance(shown, dict) and _is_of_torch(self._value):
             why = f"None in the checkpoint, and this {kind} takes a dict; leave it out with exclude={self.fqn!r}"
+        elif found.tree == {} != shown and isinstance(self._value, torch.amp.GradScaler):
+            why = f"disabled when it was saved, and enabled now; start it anew with exclude={self.fqn!r}"
         if why is not None:
             claims = {*values, *checkpoint.tensor_names.below(self.fqn)}
             return Expectation([], claims, [Problem("conflict", self.fqn, f"{self.fqn}: {why}")])

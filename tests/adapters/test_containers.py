@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from training import same_value
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.plain.merge_plain import merge_plain
@@ -644,3 +645,15 @@ def test_a_list_of_tensors_that_an_object_cannot_take_is_loaded_as_the_error_say
     bcp.load(tmp_path, state)
     assert torch.equal(state["x"][0], torch.ones(2))
     assert state["x"][1] == 3
+
+
+def test_an_empty_dict_takes_what_key_map_renames_to_it_and_nothing_beside(tmp_path: Path) -> None:
+    """It took all of the dict of which a part was renamed, also what still had its own name."""
+    bcp.save(tmp_path, {"y": {"p": torch.ones(2), "q": 3, "sub": {"a": 1, "b": [torch.ones(1), 2]}}})
+    state: dict[str, Any] = {"x": {}, "y": {}}
+    bcp.load(tmp_path, state, key_map={"y.p": "x.p", "y.sub.a": "x.sub.a"})
+    assert same_value(state["x"], {"p": torch.ones(2), "sub": {"a": 1}})
+    assert same_value(state["y"], {"q": 3, "sub": {"b": [torch.ones(1), 2]}})
+    state = {"x": {}}
+    bcp.load(tmp_path, state, key_map=[("^y", "x")])
+    assert same_value(state["x"], {"p": torch.ones(2), "q": 3, "sub": {"a": 1, "b": [torch.ones(1), 2]}})

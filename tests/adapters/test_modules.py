@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 from training import Tied, mlp, same_module, same_optimizer, train
 
 import bytecheckpoint as bcp
@@ -624,3 +625,39 @@ def test_tied_meta_parameters_get_memory_only_for_what_fills_them(tmp_path: Path
     assert target.embedding.weight.is_meta == (dtype != torch.float32)
     assert target.head.weight is target.embedding.weight
     assert torch.equal(target.body.weight, source.body.weight)
+
+
+def quantizer() -> FakeQuantize:
+    kind = {"quant_min": -128, "quant_max": 127, "dtype": torch.qint8, "qscheme": torch.per_channel_symmetric}
+    return FakeQuantize(MovingAveragePerChannelMinMaxObserver, **kind)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_observers_of_quantization_get_the_shape_that_they_had(tmp_path: Path, device: str) -> None:
+    source = nn.Sequential(nn.Linear(3, 4), quantizer())
+    source[1](source[0].weight)
+    with torch.device(device):
+        target = nn.Sequential(nn.Linear(3, 4), quantizer())
+    own = target.state_dict(keep_vars=True)
+    assert source.state_dict()["1.scale"].shape == (4,) != own["1.scale"].shape
+    bcp.save(tmp_path, {"model": source})
+    bcp.load(tmp_path, {"model": target})
+    assert same_module(source, target)
+    assert device == "meta" or target.state_dict(keep_vars=True)["1.scale"] is own["1.scale"]
+
+
+def test_observers_keep_their_shape_where_a_load_is_refused_or_leaves_them_out(tmp_path: Path) -> None:
+    source, target = quantizer(), quantizer()
+    source(torch.ones(4, 3))
+    target.scale = target.scale.double()
+    bcp.save(tmp_path, {"it": source})
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"it\.scale: dtype float32"):
+        bcp.load(tmp_path, {"it": target})
+    assert target.zero_point.shape == (1,)
+    bcp.load(tmp_path, {"it": target}, strict=False)
+    assert target.scale.tolist() == [1.0]
+    assert target.zero_point.shape == (4,)
+    bcp.load(tmp_path, {"it": target}, exclude="it.scale")
+    assert target.scale.tolist() == [1.0]
+    bcp.load(tmp_path, {"it": target}, cast=True)
+    assert torch.equal(target.scale, source.scale.double())

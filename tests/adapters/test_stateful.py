@@ -230,6 +230,17 @@ def test_an_object_that_is_not_in_the_checkpoint_is_named(tmp_path: Path) -> Non
     assert target.num_loads == 0
 
 
+def test_an_object_of_a_list_that_is_plain_data_in_the_checkpoint_is_refused_with_advice(tmp_path: Path) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1)
+    torch.save({"it": [scheduler.state_dict()]}, tmp_path / "file.pt")
+    told = r"it\.0: the state of this StepLR is not in the checkpoint, which has a list at 'it'; .* \{'it': \[\]\}"
+    with pytest.raises(bcp.CheckpointMismatchError, match=told):
+        bcp.load(tmp_path / "file.pt", {"it": [scheduler]})
+    state: dict[str, Any] = {"it": []}
+    bcp.load(tmp_path / "file.pt", state)
+    assert state["it"] == [scheduler.state_dict()]
+
+
 def test_objects_in_nested_containers(tmp_path: Path) -> None:
     source = {"all": [{"a": Counter(n=1)}, (Counter(n=2), [3]), Counter(n=4)]}
     target = {"all": [{"a": Counter(n=0)}, (Counter(n=0), [0]), Counter(n=0)]}
@@ -307,6 +318,20 @@ class Buffer(list[int]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self[:] = state_dict["items"]
+
+
+def test_a_gradient_scaler_that_was_disabled_is_refused_for_one_that_is_not(tmp_path: Path) -> None:
+    disabled, enabled = torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", init_scale=8.0)
+    state = {"scaler": enabled, "values": torch.zeros(2)}
+    bcp.save(tmp_path, {"scaler": disabled, "values": torch.ones(2)})
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"scaler: disabled when it was saved.*exclude='scaler'"):
+        bcp.load(tmp_path, state)
+    assert not state["values"].any()
+    bcp.load(tmp_path, state, exclude="scaler")
+    assert state["values"].all()
+    assert bcp.load(tmp_path, state, strict=False).mismatched
+    assert enabled.get_scale() == 8.0
+    bcp.load(tmp_path, {"scaler": disabled})
 
 
 def test_rank_local_over_a_list_with_a_state_dict_of_its_own(tmp_path: Path) -> None:

@@ -118,3 +118,27 @@ def resume_cut_otherwise(rank: int, world_size: int, path: str) -> list[bool]:
 
 def test_nested_state_that_the_optimizer_has_cut_otherwise_stays_cut_so(workers: WorkerPool, tmp_path: Path) -> None:
     assert workers.run(resume_cut_otherwise, str(tmp_path), world_size=2) == [[True, True]] * 2
+
+
+def resume_factors(rank: int, world_size: int, path: str, is_saved: bool) -> bool:
+    """Returns True if the factors of a fresh optimizer are whole, also those of a square matrix."""
+    model = nn.Module()
+    for name, shape in (("square", (4, 4)), ("other", (6, 4))):
+        model.register_parameter(name, nn.Parameter(spread(torch.ones(shape), world_size)))
+    optimizer = torch.optim.SGD(model.parameters())
+    factors = {each: [torch.full((length, length), 2.0) for length in each.shape] for each in model.parameters()}
+    if is_saved:
+        optimizer.state |= {each: {"factors": of_each} for each, of_each in factors.items()}
+        bcp.save(path, {"model": model, "optimizer": optimizer}, options=OPTIONS)
+        optimizer.state.clear()
+    bcp.load(path, {"model": model, "optimizer": optimizer})
+    pairs = ((optimizer.state[each]["factors"], of_each) for each, of_each in factors.items())
+    return all(is_alike(a, b) for found, of_each in pairs for a, b in zip(found, of_each, strict=True))
+
+
+@pytest.mark.parametrize("source", [1, 2])
+def test_factors_of_a_square_matrix_are_whole_as_those_of_others(
+    workers: WorkerPool, tmp_path: Path, source: int
+) -> None:
+    workers.run(resume_factors, str(tmp_path), True, world_size=source)
+    assert workers.run(resume_factors, str(tmp_path), False, world_size=2) == [True, True]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from low_bit import Corrected, Flattened, Int8Weight, corrected, int8, parts, same
+from low_bit import Corrected, Flattened, Int8Weight, LowBitAdamW, LowBitSGD, corrected, int8, parts, same
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -54,7 +54,7 @@ class Case:
         model.weight = nn.Parameter(self._spread(int8(seed, SHAPE, block=BLOCK)), requires_grad=False)
         model.nested = nn.Parameter(self._spread(corrected(seed + 1, SHAPE)), requires_grad=False)
         self.model = model
-        self.optimizer = torch.optim.AdamW([model.plain], lr=0.5)
+        self.optimizer = LowBitAdamW([model.plain], lr=0.5)
         self._seed = seed
 
     def _spread(self, tensor: Any) -> Any:
@@ -229,7 +229,7 @@ def resume_tabled(rank: int, world_size: int, path: str, source: int) -> list[bo
 
     def optimizer(state: Any) -> torch.optim.Optimizer:
         parameter = nn.Parameter(distribute_tensor(torch.zeros(8, 16), mesh, [Shard(0)], src_data_rank=None))
-        made = torch.optim.SGD([("weight", parameter)])
+        made = LowBitSGD([("weight", parameter)])
         if state is not None:
             made.state[parameter] = {"momentum": state}
         return made
@@ -317,7 +317,7 @@ def optimizer_of_rows(world_size: int, num_rows: int, block: int = 0) -> torch.o
     """With state where there is a block."""
     mesh = init_device_mesh("cpu", (world_size,))
     weight = nn.Parameter(distribute_tensor(torch.zeros(num_rows, 4), mesh, [Shard(0)], src_data_rank=None))
-    optimizer = torch.optim.SGD([("weight", weight)])
+    optimizer = LowBitSGD([("weight", weight)])
     if block:
         num_local = len(weight._local_tensor)
         local = Rows(torch.ones(num_local, 4, dtype=torch.int8), torch.ones(-(-num_local // block), 1))
@@ -368,7 +368,7 @@ def resume_beside_nothing(rank: int, world_size: int, path: str, mesh_size: int)
 
     def make(value: int) -> tuple[nn.Parameter, torch.optim.Optimizer]:
         weight = nn.Parameter(distribute_tensor(torch.zeros(2, 16), mesh, [Shard(0)], src_data_rank=None))
-        optimizer = torch.optim.SGD([("weight", weight)])
+        optimizer = LowBitSGD([("weight", weight)])
         local = weight._local_tensor
         if value and local.numel():
             codes = torch.full(local.shape, value, dtype=torch.int8)

@@ -30,6 +30,11 @@ _RENAMING = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard."
 """Prefix of the modules with the hooks that put sharded parameters back before a state_dict, and do no more."""
 
+_OBSERVERS = ("torch.ao.quantization.", "torchao.quantization.")
+"""Prefixes of the modules with the observers of quantization."""
+_OBSERVED = ("scale", "zero_point", "min_val", "max_val")
+"""Buffers of observers that get another shape with the first data, and that their load_state_dict() resizes."""
+
 
 class Stage(NamedTuple):
     """One module of an entry, perhaps a stage of a pipeline. FQNs are those of the whole model."""
@@ -187,6 +192,13 @@ class ModuleTree(NamedTuple):
         if not self.is_walked_as_usual:
             return self.module.buffers()
         return [buffer for _, module in self.submodules for buffer in module._buffers.values() if buffer is not None]
+
+    def resizable(self) -> set[int]:
+        """Returns the ids of the buffers to which a load gives the shape that they have in the checkpoint."""
+        classes = {type(module) for _, module in self.submodules}
+        observers = {cls for cls in classes if any(base.__module__.startswith(_OBSERVERS) for base in cls.__mro__)}
+        modules = [module for _, module in self.submodules if type(module) in observers]
+        return {id(module._buffers[name]) for module in modules for name in module._buffers.keys() & _OBSERVED}
 
     def live(self) -> set[int]:
         """Returns the ids of all parameters and buffers, also of those that no checkpoint holds."""

@@ -168,7 +168,9 @@ class ModuleEntry:
         self._refused = refused = refusals(own, checkpoint, held.aliases, held.other_names)
         problems = refused.problems
         of_module = LocalShards(with_addresses=True)
-        taken = ((fqn, tensor) for fqn, tensor in held.tensors.items() if not refused.has(fqn))
+        resized = self._resized(held, checkpoint)
+        targets = {fqn: torch.empty(shape, dtype=held.tensors[fqn].dtype, device="meta") for fqn, shape in resized}
+        taken = ((fqn, tensor) for fqn, tensor in {**held.tensors, **targets}.items() if not refused.has(fqn))
         of_module.add_all((held.stored_name(fqn, checkpoint), tensor) for fqn, tensor in taken)
         shards = of_module.found
         for fqn, flat in held.flat:
@@ -192,8 +194,21 @@ class ModuleEntry:
                 problems += [rank_missing(fqn, missing[0].num_saved)] if missing else []
         return Expectation(shards, claims, problems, copies, skipped=skipped)
 
+    def _resized(self, held: _ModuleTensors, checkpoint: CheckpointView) -> list[tuple[str, tuple[int, ...]]]:
+        """Returns the FQNs of the tensors that get another shape in a load, with that shape."""
+        resizable = set().union(*(part.tree.resizable() for part in self._parts))
+        found: list[tuple[str, tuple[int, ...]]] = []
+        for fqn, tensor in held.tensors.items() if resizable else ():
+            stored = checkpoint.tensors.get(held.stored_name(fqn, checkpoint))
+            if id(tensor) in resizable and stored is not None and stored.shape != tuple(tensor.shape):
+                found.append((fqn, stored.shape))
+        return found
+
     def prepare(self, checkpoint: CheckpointView, refused: Collection[str]) -> None:
         held = self._read()
+        for fqn, shape in self._resized(held, checkpoint):
+            if fqn not in refused:
+                held.tensors[fqn].resize_(shape)
 
         def is_filled(fqn: str, tensor: torch.Tensor) -> bool:
             name = held.stored_name(held.aliases.get(fqn, fqn), checkpoint)

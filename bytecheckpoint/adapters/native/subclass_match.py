@@ -210,7 +210,11 @@ class SubclassState:
         if not new:
             return []
         meta = torch.device("meta")
-        parts = {key: self.new_part(key, stored, meta) for key, (_, stored) in self._tensors.items() if "." in key}
+        parts = {
+            key: self.new_part(key, stored, meta, is_factor=False)
+            for key, (_, stored) in self._tensors.items()
+            if "." in key
+        }
         return list(why_not_built({**parts, **new}, self._parameter).items())
 
     def _why_unfillable(self, key: str, own: Any) -> str | None:
@@ -250,15 +254,15 @@ class SubclassState:
         """Returns True if the state of this key is a subclass on other ranks, of which this rank has no elements."""
         return f"{key}.{FACTS}" in self._facts and key in self.own
 
-    def new_part(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
+    def new_part(self, key: str, stored: StoredTensor, device: torch.device | None, *, is_factor: bool) -> torch.Tensor:
         """Returns memory for a tensor inside a parameter's state, on this device. If it is None, a part of a subclass
         gets memory where the parameter has it or is to get it, and a tensor that is cut as another one where that one
-        has it; any other tensor gets it on the CPU.
+        has it; any other tensor gets it on the CPU. A factor is not cut as its parameter, whatever shape it has.
         """
         spread = None
         if self._is_spread(key):
             spread = self._spread(key, stored, device or target_device(self._parameter))
-        elif (like := self._cut_like(key, stored)) is not None:
+        elif (like := self._cut_like(key, stored, is_factor=is_factor)) is not None:
             dtype = torch_dtype(stored.dtype)
             spread = dtensor_like(like, stored.shape, dtype, device or target_device(like))
         if spread is not None:
@@ -277,15 +281,16 @@ class SubclassState:
         is_like = bool(outer) and outer[0][0]["shape"] == list(self._parameter.shape)
         return is_like and isinstance(self._parameter, DTensor)
 
-    def _cut_like(self, key: str, stored: StoredTensor) -> DTensor | None:
+    def _cut_like(self, key: str, stored: StoredTensor, *, is_factor: bool) -> DTensor | None:
         """Returns the DTensor that tells how to cut a stored tensor in a dict or a list: the optimizer's own one there,
-        else the parameter. None where the optimizer has a whole tensor, and where neither has the stored shape.
+        else the parameter, unless it is a factor. None where the optimizer has a whole tensor, and where neither has
+        the stored shape.
         """
         if self._enclosing(key):
             return None
         own = descend(self._live, key)
         is_own = isinstance(own, torch.Tensor) and (not isinstance(own, DTensor) or tuple(own.shape) == stored.shape)
-        like = own if is_own else self._parameter
+        like = own if is_own else None if is_factor else self._parameter
         return like if isinstance(like, DTensor) and tuple(like.shape) == stored.shape else None
 
     def _spread(self, key: str, stored: StoredTensor, device: torch.device) -> DTensor | None:

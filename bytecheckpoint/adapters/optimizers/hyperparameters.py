@@ -15,6 +15,7 @@ import torch
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.native.parameter_names import ParameterNames
+from bytecheckpoint.adapters.native.subclass_flatten import is_facts, is_subclass
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredGroup, StoredOptimizer
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
@@ -189,6 +190,8 @@ class OptimizerKind(NamedTuple):
     """Those of `others` that are needed with a certain hyperparameter -> its name."""
     made: frozenset[str] = frozenset()
     """Keys that a step makes where they are not there."""
+    has_subclasses: bool = False
+    """True if an optimizer of this kind keeps state as tensor subclasses for parameters that are none."""
 
 
 def _kind(needed: str, others: str = "", made: str = "", **flags: str) -> OptimizerKind:
@@ -215,8 +218,12 @@ _KINDS: Mapping[str, OptimizerKind] = {
         "func_evals n_iter d t old_dirs old_stps ro H_diag prev_flat_grad prev_loss al",
         made="func_evals n_iter prev_loss al",
     ),
+    "_AdamBase": _ADAM._replace(has_subclasses=True),
+    "Optimizer8bit": _kind("state1", "step state2 qmap1 qmap2 absmax1 absmax2 max1 max2 new_max1 new_max2 unorm_vec"),
 }
-"""State of torch's optimizers, by class: those derived of them without a step of their own have the same."""
+"""State of the optimizers of torch, torchao and bitsandbytes, by the class that has the step: those derived of it
+without a step of their own have the same."""
+_LIBRARIES = frozenset({"torch", "torchao", "bitsandbytes"})
 _STATE_KEYS = frozenset(key for kind in _KINDS.values() for key in kind.needed | kind.others) - {"step"}
 """Keys that tell kinds apart: frameworks count steps whatever the optimizer does."""
 
@@ -233,8 +240,8 @@ def kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind | None:
     # torch puts a hook in place of the method of each class, and the hook says which method it calls.
     step = type(optimizer).step
     name, _, method = step.__qualname__.rpartition(".")
-    is_of_torch = method == "step" and step.__module__.partition(".optim")[0] == "torch"
-    return _KINDS.get(name) if is_of_torch else None
+    is_known = method == "step" and step.__module__.partition(".optim")[0] in _LIBRARIES
+    return _KINDS.get(name) if is_known else None
 
 
 class Clash(NamedTuple):
@@ -276,6 +283,30 @@ def clashes(
             is_whole = may_lack or kind.needed.issubset(keys)
             if not is_whole or not (kind.needed | kind.others).issuperset(_STATE_KEYS & keys):
                 clashing.append(Clash(names.name, keys, kind.needed or kind.others))
+    return clashing
+
+
+def subclass_clashes(
+    optimizer: torch.optim.Optimizer,
+    parameters: Iterable[tuple[torch.Tensor, ParameterNames]],
+    stored: StoredOptimizer,
+) -> list[Clash]:
+    """Returns the parameters of which a low-bit optimizer saved state as tensor subclasses, with which the step of this
+    optimizer fails: it keeps plain tensors for parameters that are no subclasses.
+    """
+    kind = kind_of(optimizer)
+    if kind is None or kind.has_subclasses or not stored.has_subclasses:
+        return []
+    clashing: list[Clash] = []
+    for parameter, names in parameters:
+        found = {
+            f"{key} as a tensor subclass"
+            for key, (_, value) in stored.plain(names).items()
+            if any(map(is_facts, leaves(value, key)))
+        }
+        own = optimizer.state.get(parameter, {})
+        if found and not any(map(is_subclass, (parameter, *own.values()))):
+            clashing.append(Clash(names.name, found, kind.needed or kind.others))
     return clashing
 
 

@@ -23,6 +23,7 @@ from bytecheckpoint.adapters.native.parameter_names import (
     MODEL_FQN,
     NamesParameters,
     OptimizedParameters,
+    ParameterNames,
     name_parameters,
 )
 from bytecheckpoint.adapters.optimizers.forms import OWN, Form
@@ -35,6 +36,7 @@ from bytecheckpoint.adapters.optimizers.hyperparameters import (
     clash_problem,
     clashes,
     set_hyperparameters,
+    subclass_clashes,
     tensors_to_load,
     torn_problem,
     torn_states,
@@ -98,6 +100,8 @@ class OptimizerEntry:
         """The optimizer in the checkpoint of the one load that this entry is made for."""
         self._is_prepared = False
         self._refused: _Refused | None = None
+        self._left: set[int] = set()
+        """Ids of parameters whose state is left as it is, because it lacks tensors that do not fit."""
 
     def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
         """Takes the names of the parameters from the modules of the state.
@@ -234,8 +238,10 @@ class OptimizerEntry:
         if stored is None:
             return
         for state in self._param_states(stored):
-            if state.fits:
-                state.prepare(refused)
+            if state.lacks_any(refused):  # without values a new tensor must not stay
+                self._left.add(id(state.parameter))
+            elif state.fits:
+                state.prepare()
         for flat in self._flat_states(stored):
             flat.prepare(stored)
 
@@ -292,6 +298,7 @@ class OptimizerEntry:
                 optimizer, values, parameters = group
                 names = self._optimized.names(parameters)
                 of_group = clashes(optimizer, values, names, stored)
+                of_group = of_group or subclass_clashes(optimizer, self._to_load(group, stored), stored)
                 torn_here: list[TornState] = []
                 may_tear = not (of_group or stored.takes_all)
                 new_values = after_load(values, names, stored) if may_tear else {}
@@ -317,14 +324,20 @@ class OptimizerEntry:
 
     def _param_states(self, stored: StoredOptimizer) -> Iterator[ParamState]:
         """Yields the state of each parameter that is not flat memory, stored or not, but for parameters that `exclude`
-        leaves out and groups that are refused.
+        leaves out, groups that are refused, and those in `_left`.
         """
-        whole, refused = self._optimized.whole, self._find_refused(stored).groups
-        for group in self._groups() if whole else ():
-            for parameter in group.parameters if id(group.values) not in refused else ():
-                names = whole.get(id(parameter))
-                if names is not None and not stored.is_excluded(names):
+        refused = self._find_refused(stored).groups
+        for group in self._groups() if self._optimized.whole else ():
+            for parameter, names in self._to_load(group, stored) if id(group.values) not in refused else ():
+                if id(parameter) not in self._left:
                     yield ParamState(self.fqn, group, parameter, names=names, stored=stored, created=self._created)
+
+    def _to_load(self, group: ParamGroup, stored: StoredOptimizer) -> Iterator[tuple[torch.Tensor, ParameterNames]]:
+        """Yields the parameters of a group that are not flat memory, but for those that `exclude` leaves out."""
+        for parameter in group.parameters:
+            names = self._optimized.whole.get(id(parameter))
+            if names is not None and not stored.is_excluded(names):
+                yield parameter, names
 
     def _flat_states(self, stored: StoredOptimizer | None = None) -> Iterator[FlatParamState]:
         """Yields the state of all flat memory that holds elements of parameters; with `stored`, not of groups that are

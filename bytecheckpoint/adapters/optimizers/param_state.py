@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
@@ -148,7 +148,7 @@ class ParamState:
         self._prefix = join_fqn(fqn, f"state.{names.name}.")
         self._groups_fqn = join_fqn(fqn, f"groups.{names.name}")
         self._group = group
-        self._parameter = parameter
+        self.parameter = parameter
         self._names = names
         self._stored = stored
         self._tensors = stored.tensors(names)
@@ -160,14 +160,14 @@ class ParamState:
     @property
     def fits(self) -> bool:
         """True if the parameter had its shape when its state was saved, as far as the checkpoint tells."""
-        return self._stored.fits(self._names, tuple(self._parameter.shape))
+        return self._stored.fits(self._names, tuple(self.parameter.shape))
 
     def expect(self) -> Expectation:
         """Returns the targets of the stored tensors, and what the optimizer has that the checkpoint lacks."""
         stored, names, subclasses = self._stored, self._names, self._subclasses
         if stored.had_none(names):
             return Expectation([], set(), [])
-        problems = [] if self.fits else list(stored.misfits(names, tuple(self._parameter.shape)))
+        problems = [] if self.fits else list(stored.misfits(names, tuple(self.parameter.shape)))
         if stored.group(names) is None:
             problems.append(not_stored(self._groups_fqn))
         for key, why in subclasses.problems():
@@ -187,7 +187,7 @@ class ParamState:
             if not subclasses.takes(key):
                 continue
             own = subclasses.own.get(key)
-            target = own if isinstance(own, torch.Tensor) else self._created.get((id(self._parameter), fqn))
+            target = own if isinstance(own, torch.Tensor) else self._created.get((id(self.parameter), fqn))
             shards.add(fqn, self._new(key, tensor, torch.device("meta")) if target is None else target)
         for key, value in subclasses.own.items():
             is_plain = key in plain and is_number(plain[key][1]) and is_scalar(value)
@@ -196,22 +196,21 @@ class ParamState:
                 shards.add(self._prefix + key, value)
         return shards.found
 
-    def _new(
-        self, key: str, stored: StoredTensor, device: torch.device | None, *, keeps_dtype: bool = False
-    ) -> torch.Tensor:
+    def _new(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
         """Makes a state tensor. It is sharded like its parameter if it has the shape of the parameter, and whole
         otherwise. It is created on `device`; if that is None, on the device that the optimizer itself would choose,
         also for a parameter on the meta device. State that had the dtype of its parameter has it again, because
-        steps need it, where torch converts it too; not with `keeps_dtype`.
+        steps need it, where torch converts it too.
         """
-        parameter = self._parameter
+        parameter = self.parameter
         has_no_dims = not stored.shape and (parameter.dim() > 0 or key in HOST_SCALARS)
         is_of_parameter = key not in HOST_SCALARS and not has_no_dims and not self._stored.has_subclasses
-        if is_of_parameter and not keeps_dtype and _follows_parameters(self._group.optimizer):
+        if is_of_parameter and _follows_parameters(self._group.optimizer):
             was_alike = stored.dtype == self._stored.parameter_dtype(self._names) and parameter.is_floating_point()
             stored = stored._replace(dtype=dtype_name(parameter.dtype)) if was_alike else stored
         if "." in key:
-            return self._subclasses.new_part(key, stored, device)
+            is_factor = key in self._stored.keys_of_factors
+            return self._subclasses.new_part(key, stored, device, is_factor=is_factor)
         dtype = torch_dtype(stored.dtype)
         if device is None and has_no_dims:
             device = scalar_device(as_loaded(self._group, self._names, self._stored).values, parameter)
@@ -221,25 +220,32 @@ class ParamState:
             return _plain_like(parameter, dtype, device)
         return torch.empty(stored.shape, dtype=dtype, device=device or parameter.device)
 
-    def prepare(self, refused: Collection[str]) -> None:
-        """Makes the tensors that the state lacks; those of the `refused` state FQNs in the dtype of the checkpoint."""
-        parameter, subclasses = self._parameter, self._subclasses
+    def lacks_any(self, fqns: Collection[str]) -> bool:
+        """Returns True if the load would have to make a tensor of these state FQNs."""
+        return any(fqn in fqns for _, fqn, _ in self._lacking())
+
+    def _lacking(self) -> Iterator[tuple[str, str, StoredTensor]]:
+        """Yields state key, state FQN and stored tensor of each tensor that the load makes."""
+        subclasses = self._subclasses
         for key, (fqn, tensor) in self._tensors.items():
-            own = subclasses.own.get(key)
-            is_there = key in subclasses.own if "." in key else isinstance(own, torch.Tensor)
-            if is_there or not subclasses.takes(key):
-                continue
+            is_there = key in subclasses.own if "." in key else isinstance(subclasses.own.get(key), torch.Tensor)
+            if not is_there and subclasses.takes(key):
+                yield key, fqn, tensor
+
+    def prepare(self) -> None:
+        """Makes the tensors that the state lacks."""
+        parameter = self.parameter
+        for key, fqn, tensor in list(self._lacking()):
             if "." in key:
-                self._created[id(parameter), fqn] = self._new(key, tensor, None, keeps_dtype=fqn in refused)
-            elif _becomes_number(own, tensor):
+                self._created[id(parameter), fqn] = self._new(key, tensor, None)
+            elif _becomes_number(self._subclasses.own.get(key), tensor):
                 self._created[id(parameter), fqn] = torch.empty_like(placeholder(tensor), device="cpu")
             else:
-                new = self._new(key, tensor, None, keeps_dtype=fqn in refused)
-                self._group.optimizer.state[parameter][key] = new
+                self._group.optimizer.state[parameter][key] = self._new(key, tensor, None)
 
     def finish(self, checkpoint: CheckpointView) -> None:
         """Puts in place plain values, and values made of several tensors."""
-        group, parameter, subclasses = self._group, self._parameter, self._subclasses
+        group, parameter, subclasses = self._group, self.parameter, self._subclasses
         if self._stored.had_none(self._names):
             group.optimizer.state.pop(parameter, None)
         for key, (fqn, value) in self._stored.plain(self._names).items():

@@ -207,6 +207,18 @@ class StoredOptimizer:
                 text = f"{fqn}: of a parameter of shape {stored_as} in the checkpoint, {list(shape)} in the state"
                 yield Problem("shape", fqn, text)
 
+    @cached_property
+    def keys_of_factors(self) -> frozenset[str]:
+        """State keys of tensors in dicts and lists that have another shape than some parameter they belong to: they are
+        like no parameter, also where the shapes agree, as those of SOAP's factors and of a square matrix do.
+        """
+        found: set[str] = set()
+        for name, tensors in self._tensors.items():
+            parameter = self._checkpoint.saved.get(self._source(name))
+            nested = ((key, stored.shape) for key, (_, stored) in tensors.items() if "." in key and stored.shape)
+            found |= {key for key, shape in nested if parameter is not None and shape != parameter.shape}
+        return frozenset(found)
+
     def number_problems(self) -> list[Problem]:
         """Returns the reasons why stored parameters without names cannot be matched by position to the live ones."""
         if not self._is_by_position or (self._has_order and self._lengths == self._stored_lengths):

@@ -16,6 +16,7 @@ from low_bit import (
     Flattened,
     Int8Weight,
     LowBit,
+    LowBitAdamW,
     Opaque,
     Recipe,
     Rounding,
@@ -128,7 +129,7 @@ def test_a_module_on_the_meta_device_is_given_memory(tmp_path: Path) -> None:
 def model_and_optimizer(seed: int, state: Any) -> dict[str, Any]:
     model = nn.Linear(8, 6)
     nn.init.constant_(model.weight, seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = LowBitAdamW(model.parameters(), lr=0.1)
     if state is not None:
         optimizer.state[model.weight] = {"step": torch.tensor(3.0), "exp_avg": state}
         optimizer.state[model.bias] = {"step": torch.tensor(3.0), "exp_avg": torch.full((6,), float(seed))}

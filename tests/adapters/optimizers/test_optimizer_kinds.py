@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from low_bit import int8, same
 from optimizer_shapes import Accelerated
 from test_optimizers import OPTIMIZERS
 from torch import nn
@@ -38,7 +39,50 @@ class Lion(Optimizer):
                 parameter.data.sub_(state["exp_avg"].sign(), alpha=0.01)
 
 
+class Adam8bit(Optimizer):
+    """The keys of 8-bit optimizers of bitsandbytes, which are known by the module and the class of their step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+    def step(self, _closure: object = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state |= {"step": 0, "state1": torch.zeros_like(parameter), "state2": torch.zeros_like(parameter)}
+            state["step"] += 1
+            state["state1"].add_(1)
+
+    step.__module__, step.__qualname__ = "bitsandbytes.optim.optimizer", "Optimizer8bit.step"
+
+
+class AdamOfSubclasses(torch.optim.AdamW):
+    """Keeps moments as tensor subclasses for matrices, as the low-bit optimizers of torchao do."""
+
+    def step(self, _closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.ones_like(parameter)}
+            self.state[parameter] |= {"exp_avg_sq": self.moment_of(parameter)}
+
+    def moment_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        is_matrix = parameter.dim() == 2
+        return int8(1, tuple(parameter.shape), block=parameter.shape[1]) if is_matrix else torch.ones_like(parameter)
+
+
+class AdamOfTorchao(AdamOfSubclasses):
+    """The same, known to be an optimizer of torchao."""
+
+    def step(self, _closure: Any = None) -> None:
+        AdamOfSubclasses.step(self)
+
+    step.__module__, step.__qualname__ = "torchao.optim.adam", "_AdamBase.step"
+
+
 BUILDS["lion"] = Lion
+WITHOUT_STAND_INS = list(BUILDS)
+BUILDS["bitsandbytes"] = Adam8bit
+BUILDS["subclasses"] = lambda model: AdamOfSubclasses(model.parameters(), lr=0.01)
+BUILDS["torchao"] = lambda model: AdamOfTorchao(model.parameters(), lr=0.01)
 
 
 def saved(path: Path, name: str, num_steps: int = 2) -> tuple[nn.Module, Optimizer]:
@@ -49,10 +93,10 @@ def saved(path: Path, name: str, num_steps: int = 2) -> tuple[nn.Module, Optimiz
     return model, optimizer
 
 
-@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
-def test_what_torch_keeps_is_what_is_expected_of_it(build: Build) -> None:
+@pytest.mark.parametrize("name", WITHOUT_STAND_INS)
+def test_what_torch_keeps_is_what_is_expected_of_it(name: str) -> None:
     model = mlp()
-    optimizer = build(model)
+    optimizer = BUILDS[name](model)
     train(model, [optimizer], 3)
     kind = kind_of(optimizer)
     if kind is None:
@@ -79,6 +123,12 @@ OTHERS = [
     ("lion", "adamw"),
     ("sgd", "lion"),
     ("lbfgs", "sgd"),
+    ("adamw", "bitsandbytes"),
+    ("bitsandbytes", "adamw"),
+    ("bitsandbytes", "torchao"),
+    ("torchao", "bitsandbytes"),
+    ("torchao", "adamw"),
+    ("subclasses", "adamw"),
 ]
 
 
@@ -100,6 +150,24 @@ def test_another_kind_of_optimizer_is_refused(tmp_path: Path, source: str, targe
     assert any("another kind" in text for text in report.mismatched)
     assert [dict(group).keys() for group in optimizer.param_groups] == [group.keys() for group in groups]
     train(model, [optimizer], 1)
+
+
+@pytest.mark.parametrize(("source", "target"), [("subclasses", "torchao"), ("torchao", "subclasses")])
+def test_low_bit_state_loads_into_a_fresh_optimizer_that_may_keep_it(tmp_path: Path, source: str, target: str) -> None:
+    saved(tmp_path, source)
+    model = mlp(1)
+    optimizer = BUILDS[target](model)
+    bcp.load(tmp_path, {"model": model, "optimizer": optimizer})
+    weight = next(model.parameters())
+    assert same(optimizer.state[weight]["exp_avg_sq"], optimizer.moment_of(weight))
+
+
+def test_low_bit_state_of_a_parameter_that_is_left_out_is_no_clash(tmp_path: Path) -> None:
+    saved(tmp_path, "subclasses")
+    model = mlp(1)
+    optimizer = BUILDS["adamw"](model)
+    bcp.load(tmp_path, {"model": model, "optimizer": optimizer}, exclude="*.weight*")
+    assert all(parameter.dim() == 1 for parameter in optimizer.state)
 
 
 def test_the_message_says_what_there_is_and_what_to_do(tmp_path: Path) -> None:
@@ -176,7 +244,7 @@ def test_the_same_kind_under_another_name_or_with_other_settings_loads(
         assert same_optimizer(optimizer, restored)
 
 
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("name", WITHOUT_STAND_INS)
 def test_a_part_of_a_parameters_state_is_loaded_only_if_the_next_step_runs_with_it(tmp_path: Path, name: str) -> None:
     _, optimizer = saved(tmp_path, name, 3)
     kept = {key: value for state in optimizer.state.values() for key, value in state.items()}

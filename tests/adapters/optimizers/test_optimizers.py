@@ -741,6 +741,16 @@ def test_an_optimizer_that_has_the_state_of_some_parameters_only_is_refused(tmp_
         assert error.value.kind == "unsupported_value"
 
 
+def test_the_optimizer_inside_a_zero_redundancy_optimizer_that_a_scheduler_steps_is_refused(tmp_path: Path) -> None:
+    model = mlp()
+    zero = type("ZeroRedundancyOptimizer", (torch.optim.Adam,), {})(model.parameters())
+    zero.optim = adam_over(model)
+    state = {"model": model, "optimizer": zero.optim, "scheduler": lr_scheduler.ExponentialLR(zero, 0.5)}
+    with pytest.raises(bcp.CheckpointSaveError, match="optimizer is a ZeroRedundancyOptimizer") as error:
+        bcp.save(tmp_path, state)
+    assert error.value.kind == "unsupported_value"
+
+
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
     "multiplicative": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda _: 0.9),

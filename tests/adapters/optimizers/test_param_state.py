@@ -304,3 +304,19 @@ def test_a_dict_of_a_type_that_a_checkpoint_does_not_have_comes_back_as_a_dict(t
     assert type(own) is dict
     assert same_value(own, {"a": [1], "t": torch.ones(2)})
     assert type(saved["optimizer"].state[saved["model"].weight]["own"]) is type(value)
+
+
+def test_state_that_does_not_fit_by_its_dtype_is_left_out_whole_and_the_next_step_runs(tmp_path: Path) -> None:
+    """A fresh optimizer had float32 moments for bfloat16 parameters then, with which the next step failed."""
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    other.weight = nn.Parameter(other.weight.detach().bfloat16())
+    optimizer, fresh = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters(), lr=0.5)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    report = bcp.load(tmp_path, {"model": other, "optimizer": fresh}, strict=False)
+    assert any("optimizer.state.weight.exp_avg:" in text for text in report.mismatched)
+    assert list(fresh.state) == [other.bias]
+    assert same_value(fresh.state[other.bias], optimizer.state[model.bias])
+    other.weight.grad = torch.ones_like(other.weight)
+    fresh.step()
