@@ -316,8 +316,7 @@ class ResumeCall:
         save_id, view, self._was_rebuilt = version.save_id, self._view, True
         lost = {name for name, holders in version.files.items() if holders[0].kind == "parity"}
         if lost <= self._rebuilt.get(save_id, set()):  # it was tried, and is not there
-            rebuild_failed = (DamagedHolding(save_id, name, FileHolder("parity", "")) for name in lost)
-            self._damaged += rebuild_failed
+            self._damaged += (DamagedHolding(save_id, name, FileHolder("parity", "")) for name in lost)
             return
         self._rebuilt.setdefault(save_id, set()).update(lost)
         _, memory = self._open_job()
@@ -331,7 +330,7 @@ class ResumeCall:
         with together(ranks, f"rebuilding {self._about.path} from parity", about=self._about):
             max_bytes, timeout_s = self._options.memory.max_bytes, self._options.timeout_s
             self._damaged += rebuild(ranks, memory, inputs, timeout_s=timeout_s, max_bytes=max_bytes)
-            ranks.barrier()  # a rank whose part is done learns here if another one fails
+            ranks.barrier()  # tells a rank whose part is done if another one fails
         ranks.close()
 
     def _note_damage(self, version: VersionPlan, hosts: Sequence[str], content: bytes, error: CheckpointError) -> None:
@@ -354,8 +353,8 @@ class ResumeCall:
         self._held = None
 
     def _load_stored(self, calls: ResumeLoads, step: int | None) -> LoadReport | None:
-        """Loads this step at the path, or for None the newest checkpoint there, but nothing in a managed run, which has
-        left all that are there. Returns None if nothing was loaded; raises the error if the step cannot be loaded.
+        """Loads this step at the path; for None the newest there, but nothing in a managed run, which has left all.
+        Returns None if nothing was loaded, and raises the error if the step cannot be loaded.
         """
         if step is None and self._is_managed:
             return None
