@@ -339,23 +339,25 @@ class BcpTrainerMixin(Trainer):
             train_dataloader, rank=self.args.process_index, size=self.args.world_size, elastic=self.bcp_elastic
         )
         self._bcp_order = PassOrder()
-        return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
+        model, loader = super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
+        self._bcp_order.watch(loader)
+        return model, loader
 
     def _run_epoch(self, *, train_dataloader: Any, steps_trained_in_current_epoch: int, **kwargs: Any) -> None:
+        if hasattr(train_dataloader, "set_epoch"):  # a loader that skips, with rank 0 reading for all, passes none on
+            train_dataloader.set_epoch(kwargs["epoch"])
         if self.state.global_step >= self.state.max_steps:  # else the Trainer would take one more
             self.control.should_training_stop = True
             return
         if self._bcp_data is not None and self._bcp_is_in_place:
             self._bcp_is_in_place = False
-            if hasattr(train_dataloader, "set_epoch"):
-                train_dataloader.set_epoch(kwargs["epoch"])
             num_to_skip = 0 if self.args.ignore_data_skip else steps_trained_in_current_epoch
             self._bcp_rest = RestOfPass(self._bcp_data, num_to_skip=num_to_skip)
             train_dataloader = self._bcp_rest.as_loader()
         is_resumed = kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]
         self._bcp_is_in_pass = is_resumed and steps_trained_in_current_epoch > 0
         if self._bcp_is_in_pass and self._bcp_report is not None and self._bcp_data is None:
-            self._bcp_order.restore()
+            self._bcp_order.restore(steps_trained_in_current_epoch, self._bcp_restore_rng)
         else:
             self._bcp_order.note()
         super()._run_epoch(
@@ -366,14 +368,21 @@ class BcpTrainerMixin(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Sets the random state to what was loaded, once more: the loader has drawn from it for the first batch."""
-        self._bcp_order.put_back()  # where nothing was loaded, as for a rank that the save did not have
         if self._bcp_report is None:
             super()._load_rng_state(checkpoint)
-        elif self._bcp_resume.record is not None and "rng" in self._bcp_resume.record.entries:
-            self._bcp_report.restore_rng()
+        elif self._bcp_is_in_pass and self._bcp_data is None:
+            self._bcp_order.put_back()
+        elif self._bcp_restore_rng is not None:
+            self._bcp_restore_rng()
             if self._bcp_rest is not None:
                 self._bcp_rest.draw_as_begun()
         if not self._bcp_is_in_pass:
+    @property
+    def _bcp_restore_rng(self) -> Callable[[], object] | None:
+        """Sets the random state to the loaded one; None if none was loaded."""
+        record, report = self._bcp_resume.record, self._bcp_report
+        return report.restore_rng if report is not None and record is not None and "rng" in record.entries else None
+
             self._bcp_order.note()
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
