@@ -1,8 +1,9 @@
-"""Passes of Hugging Face's Trainer over data that is drawn at random, or is read by rank 0 for all."""
+"""Passes of Hugging Face's Trainer over data that is drawn at random, has no length, or is read by rank 0 for all."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from rank_programs import run_ranks
+from torch.utils.data import IterableDataset
 
 transformers = pytest.importorskip("transformers")
 
@@ -31,6 +33,12 @@ class Masked(Tokens):
         places = (random.randrange(6), np.random.randint(6), int(torch.randint(6, ())))  # noqa: NPY002
         tokens[list(places)] = torch.randint(0, 40, (3,))
         return {"input_ids": tokens, "labels": tokens}
+
+
+class WithoutLength(IterableDataset[dict[str, torch.Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        tokens = Tokens()
+        return (tokens[index] for index in range(len(tokens)))
 
 
 def goes_on(folder: Path, dataset: Any, step: int, **changed: Any) -> bool:
@@ -60,6 +68,11 @@ def test_samples_that_are_drawn_at_random_go_on_twice_in_one_epoch(tmp_path: Pat
     first.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert losses(second) == losses(whole)
+
+
+@pytest.mark.parametrize("step", [4, 6, 8], ids=["first pass", "between", "second pass"])
+def test_data_without_a_length_goes_on_in_a_later_pass(tmp_path: Path, step: int) -> None:
+    assert goes_on(tmp_path, WithoutLength(), step)
 
 
 def test_batches_that_rank_0_reads_for_all_go_on(tmp_path: Path) -> None:
