@@ -19,6 +19,18 @@ from bytecheckpoint.options import LoadOptions
 logger = logging.getLogger("bytecheckpoint")
 
 
+def count_batches_anew(trainer: Any) -> None:
+    """Makes the batches of an epoch count from 0 where the checkpoint was saved after the last batch of the one before.
+    Lightning does this only if the loader has a length. Call it before the first epoch.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    has_length = trainer.num_training_batches != float("inf")
+    if not has_length and loop.restarted_on_train_batch_end and loop.batch_progress.is_last_batch:
+        for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
+            progress.reset_on_run()
+        loop.batch_progress.current.completed = -1  # the loop will add the batch in whose hook the save was made
+
+
 class LoadLater(NamedTuple):
     """A checkpoint with states of loaders, to load once this run has its loaders."""
 

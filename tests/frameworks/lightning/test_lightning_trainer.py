@@ -95,6 +95,15 @@ def test_the_end_of_an_epoch_resumes_with_the_order_of_the_next(tmp_path: Path) 
     assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step >= 16}
 
 
+def test_a_save_after_the_last_batch_of_streams_goes_on_with_the_first_batch_of_the_next_epoch(tmp_path: Path) -> None:
+    options = {"accumulate_grad_batches": 3, "max_steps": 9}  # an epoch of 8 batches has 3 steps
+    whole, _ = fit(tmp_path, [each_few_steps(tmp_path, 3, save_top_k=-1)], **options)
+    (path,) = tmp_path.glob("*step=3.ckpt")
+    resumed, trainer = fit(tmp_path, [], ckpt_path=path, **options)
+    assert same_weights(resumed, whole)
+    assert trainer.fit_loop.epoch_loop.batch_progress.current.completed == 8
+
+
 def test_top_k_and_last_are_as_with_lightnings_own_saves(tmp_path: Path) -> None:
     folders = {}
     for name, strategy in {"own": "auto", "ours": BcpSingleDeviceStrategy()}.items():
