@@ -48,6 +48,7 @@ class TrainLoaders:
         self._waiting: LoadLater | None = None
         self._once_loaded: list[Callable[[], None]] = []
         self._round: object = None
+        self._ended: list[bool] = []
         self.states: list[DataLoaderState] = []
 
     def load_later(
@@ -57,6 +58,7 @@ class TrainLoaders:
         now.
         """
         num_loaders = int(found.metadata.get("num_loaders", 0))
+        self._ended = found.metadata.get("ended_loaders", [])
         self._stop_waiting()
         self._waiting = LoadLater(found.path, num_loaders, storage_options, timeout_s) if num_loaders else None
 
@@ -112,6 +114,22 @@ class TrainLoaders:
         if len(self.states) == 1:
             return {"data": self.states[0]}
         return {"data": {str(number): state for number, state in enumerate(self.states)}} if self.states else {}
+
+    def ended(self, fetcher: Any) -> list[bool]:
+        """Returns which loaders of a CombinedLoader have ended a pass in this epoch, and are in another; an empty list
+        if it begins no other within an epoch.
+        """
+        if fetcher is None or fetcher.done or fetcher._combined_loader is None:
+            return []
+        return list(getattr(fetcher._combined_loader._iterator, "_consumed", []))
+
+    def go_on_from_ended(self, fetcher: Any) -> None:
+        """Tells a CombinedLoader which loaders have ended a pass in the resumed epoch: it ends with the last one."""
+        iterator: Any = getattr(fetcher._combined_loader, "_iterator", None)
+        now = getattr(iterator, "_consumed", [])
+        if len(now) == len(self._ended) > 0:
+            iterator._consumed = [before or since for before, since in zip(self._ended, now, strict=True)]
+        self._ended = []
 
     def check_read_ahead(self, fetcher: Any) -> None:
         """Raises CheckpointMismatchError (conflict) if Lightning reads another number of batches ahead of the step than

@@ -148,6 +148,7 @@ class BcpStrategyMixin(Strategy):
             "epoch": int(checkpoint["epoch"]),
             "weights_only": "optimizer_states" not in checkpoint,
             "num_loaders": len(self._bcp_loaders.states),
+            "ended_loaders": self._bcp_loaders.ended(self._bcp_trainer().fit_loop._data_fetcher),
         }
         state, module = self._bcp_state(checkpoint), self._bcp_module()
         taken = {} if state["model"] is module or "current_model" in state else {"model": module}
@@ -301,6 +302,7 @@ class BcpStrategyMixin(Strategy):
         super().on_train_start()
         trainer = self._bcp_trainer()
         self._bcp_loaders.check_read_ahead(trainer.fit_loop._data_fetcher)
+        self._bcp_loaders.go_on_from_ended(trainer.fit_loop._data_fetcher)
         count_batches_anew(trainer)
         self._bcp_end_stop()
         if self._bcp_signals:
