@@ -19,6 +19,18 @@ from bytecheckpoint.options import LoadOptions
 logger = logging.getLogger("bytecheckpoint")
 
 
+def count_batches_anew(trainer: Any) -> None:
+    """Makes the batches of an epoch count from 0 where the checkpoint was saved after the last batch of the one before.
+    Lightning does this only if the loader has a length. Call it before the first epoch.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    has_length = trainer.num_training_batches != float("inf")
+    if not has_length and loop.restarted_on_train_batch_end and loop.batch_progress.is_last_batch:
+        for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
+            progress.reset_on_run()
+        loop.batch_progress.current.completed = -1  # the loop will add the batch in whose hook the save was made
+
+
 class LoadLater(NamedTuple):
     """A checkpoint with states of loaders, to load once this run has its loaders."""
 
@@ -36,6 +48,7 @@ class TrainLoaders:
         self._waiting: LoadLater | None = None
         self._once_loaded: list[Callable[[], None]] = []
         self._round: object = None
+        self._ended: list[bool] = []
         self.states: list[DataLoaderState] = []
 
     def load_later(
@@ -45,6 +58,7 @@ class TrainLoaders:
         now.
         """
         num_loaders = int(found.metadata.get("num_loaders", 0))
+        self._ended = found.metadata.get("ended_loaders", [])
         self._stop_waiting()
         self._waiting = LoadLater(found.path, num_loaders, storage_options, timeout_s) if num_loaders else None
 
@@ -100,6 +114,22 @@ class TrainLoaders:
         if len(self.states) == 1:
             return {"data": self.states[0]}
         return {"data": {str(number): state for number, state in enumerate(self.states)}} if self.states else {}
+
+    def ended(self, fetcher: Any) -> list[bool]:
+        """Returns which loaders of a CombinedLoader have ended a pass in this epoch, and are in another; an empty list
+        if it begins no other within an epoch.
+        """
+        if fetcher is None or fetcher.done or fetcher._combined_loader is None:
+            return []
+        return list(getattr(fetcher._combined_loader._iterator, "_consumed", []))
+
+    def go_on_from_ended(self, fetcher: Any) -> None:
+        """Tells a CombinedLoader which loaders have ended a pass in the resumed epoch: it ends with the last one."""
+        iterator: Any = getattr(fetcher._combined_loader, "_iterator", None)
+        now = getattr(iterator, "_consumed", [])
+        if len(now) == len(self._ended) > 0:
+            iterator._consumed = [before or since for before, since in zip(self._ended, now, strict=True)]
+        self._ended = []
 
     def check_read_ahead(self, fetcher: Any) -> None:
         """Raises CheckpointMismatchError (conflict) if Lightning reads another number of batches ahead of the step than

@@ -29,7 +29,7 @@ from bytecheckpoint.adapters.data.loader_state import Elastic
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import LoadReport
-from bytecheckpoint.integrations.lightning.loaders import TrainLoaders
+from bytecheckpoint.integrations.lightning.loaders import TrainLoaders, count_batches_anew
 from bytecheckpoint.integrations.lightning.model_state import is_same, module_or_part
 from bytecheckpoint.integrations.lightning.paths import (
     GLOBAL_STEP,
@@ -148,6 +148,7 @@ class BcpStrategyMixin(Strategy):
             "epoch": int(checkpoint["epoch"]),
             "weights_only": "optimizer_states" not in checkpoint,
             "num_loaders": len(self._bcp_loaders.states),
+            "ended_loaders": self._bcp_loaders.ended(self._bcp_trainer().fit_loop._data_fetcher),
         }
         state, module = self._bcp_state(checkpoint), self._bcp_module()
         taken = {} if state["model"] is module or "current_model" in state else {"model": module}
@@ -302,6 +303,8 @@ class BcpStrategyMixin(Strategy):
         super().on_train_start()
         trainer = self._bcp_trainer()
         self._bcp_loaders.check_read_ahead(trainer.fit_loop._data_fetcher)
+        self._bcp_loaders.go_on_from_ended(trainer.fit_loop._data_fetcher)
+        count_batches_anew(trainer)
         self._bcp_end_stop()
         if self._bcp_signals:
             root, timeout_s = trainer.default_root_dir, self.bcp_options.timeout_s

@@ -41,6 +41,10 @@ class TrainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     trainer_state: str
     """Content of `trainer_state.json`."""
     adapters_only: bool
+    position: tuple[int, int] | None = None
+    """Passes over the train loader that had ended, and batches taken of the next one. None if the loader has a length,
+    of which the Trainer calculates both.
+    """
 
     def as_metadata(self) -> dict[str, Any]:
         """Returns the record as metadata for its checkpoint."""

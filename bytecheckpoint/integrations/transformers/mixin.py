@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -28,7 +26,7 @@ from bytecheckpoint.integrations.transformers.folders import (
     find_record,
     put_trainer_state,
 )
-from bytecheckpoint.integrations.transformers.saves import BesideFiles, Limit, TrainerSaves
+from bytecheckpoint.integrations.transformers.saves import Limit, TrainerSaves
 from bytecheckpoint.integrations.transformers.uncalled_saves import warn_of_saves
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import SaveOptions
@@ -37,9 +35,9 @@ from bytecheckpoint.storage.open_store import is_plain_path
 
 try:
     from transformers import Trainer
-    from transformers.trainer_callback import ExportableState
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
+    from bytecheckpoint.integrations.transformers.beside_files import beside_files
     from bytecheckpoint.integrations.transformers.train_loader import PassOrder, RestOfPass, train_loader_state
 except ImportError as error:
     raise missing_framework("transformers", "transformers[torch] >= 5.23") from error
@@ -91,6 +89,8 @@ class BcpTrainerMixin(Trainer):
     _bcp_order: PassOrder
     _bcp_is_in_pass = False
     """True in a pass that was resumed after its first batch."""
+    _bcp_steps_in_pass = 0
+    """Batches that the Trainer takes for a pass over a train loader without a length; 0 if the loader has one."""
 
     def train(
         self,
@@ -233,7 +233,7 @@ class BcpTrainerMixin(Trainer):
         saves.begin(
             str(Path(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")),
             self._bcp_state(adapters_only=adapters_only, model_only=self.args.save_only_model),
-            files=self._bcp_files,
+            files=partial(beside_files, self, steps_in_pass=self._bcp_steps_in_pass),
             adapters_only=adapters_only,
             limit=Limit(self.args.save_total_limit, self.state.best_model_checkpoint),
             async_save=self.bcp_async_save and not self.bcp_stop_reason,
@@ -282,20 +282,6 @@ class BcpTrainerMixin(Trainer):
         if step == self.state.global_step or (is_new and saves.is_committed(path)):
             self.state.best_model_checkpoint = path
 
-    def _bcp_files(self) -> BesideFiles:
-        """Puts the states of callbacks into the Trainer's state; returns the text of that, and of the config."""
-        exported: dict[str, list[Any]] = {}
-        for callback in (*self.callback_handler.callbacks, self.control):
-            if isinstance(callback, ExportableState):
-                exported.setdefault(type(callback).__name__, []).append(callback.state())
-        self.state.stateful_callbacks = {
-            name: states[0] if len(states) == 1 else states for name, states in exported.items()
-        }
-        text = json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
-        config = getattr(self.model, "config", None)
-        as_json = getattr(config, "to_json_string", None)
-        return BesideFiles(text, as_json() if as_json is not None else "")
-
     # ---- Loading
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -332,6 +318,16 @@ class BcpTrainerMixin(Trainer):
         self._bcp_report = api.load(checkpoint, wanted, step=None)
         self._bcp_is_in_place = "data" in wanted
 
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Returns the passes that have ended, and the batches taken of the next one. The Trainer itself takes all
+        passes over a loader without a length for one.
+        """
+        passes, num_taken = super()._init_training_state(*args, **kwargs)
+        record = self._bcp_resume.record
+        if record is not None and record.position is not None:
+            passes, num_taken = record.position
+        return passes, 0 if self.args.ignore_data_skip else num_taken
+
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Finds the state of the train loader, if it has one, then prepares as the Trainer does: the load in that call
         sets the position of the loader, too.
@@ -340,23 +336,26 @@ class BcpTrainerMixin(Trainer):
             train_dataloader, rank=self.args.process_index, size=self.args.world_size, elastic=self.bcp_elastic
         )
         self._bcp_order = PassOrder()
-        return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
+        model, loader = super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
+        self._bcp_order.watch(loader)
+        return model, loader
 
     def _run_epoch(self, *, train_dataloader: Any, steps_trained_in_current_epoch: int, **kwargs: Any) -> None:
         if self.state.global_step >= self.state.max_steps:  # else the Trainer would take one more
             self.control.should_training_stop = True
             return
+        self._bcp_steps_in_pass = 0 if has_length(train_dataloader) else kwargs["steps_in_epoch"]
+        if hasattr(train_dataloader, "set_epoch"):  # a loader that skips, with rank 0 reading for all, passes none on
+            train_dataloader.set_epoch(kwargs["epoch"])
         if self._bcp_data is not None and self._bcp_is_in_place:
             self._bcp_is_in_place = False
-            if hasattr(train_dataloader, "set_epoch"):
-                train_dataloader.set_epoch(kwargs["epoch"])
             num_to_skip = 0 if self.args.ignore_data_skip else steps_trained_in_current_epoch
             self._bcp_rest = RestOfPass(self._bcp_data, num_to_skip=num_to_skip)
             train_dataloader = self._bcp_rest.as_loader()
         is_resumed = kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]
         self._bcp_is_in_pass = is_resumed and steps_trained_in_current_epoch > 0
         if self._bcp_is_in_pass and self._bcp_report is not None and self._bcp_data is None:
-            self._bcp_order.restore()
+            self._bcp_order.restore(steps_trained_in_current_epoch, self._bcp_restore_rng)
         else:
             self._bcp_order.note()
         super()._run_epoch(
@@ -367,15 +366,22 @@ class BcpTrainerMixin(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Sets the random state to what was loaded, once more: the loader has drawn from it for the first batch."""
-        self._bcp_order.put_back()  # where nothing was loaded, as for a rank that the save did not have
         if self._bcp_report is None:
             super()._load_rng_state(checkpoint)
-        elif self._bcp_resume.record is not None and "rng" in self._bcp_resume.record.entries:
-            self._bcp_report.restore_rng()
+        elif self._bcp_is_in_pass and self._bcp_data is None:
+            self._bcp_order.put_back()
+        elif self._bcp_restore_rng is not None:
+            self._bcp_restore_rng()
             if self._bcp_rest is not None:
                 self._bcp_rest.draw_as_begun()
         if not self._bcp_is_in_pass:
             self._bcp_order.note()
+
+    @property
+    def _bcp_restore_rng(self) -> Callable[[], object] | None:
+        """Sets the random state to the loaded one; None if none was loaded."""
+        record, report = self._bcp_resume.record, self._bcp_report
+        return report.restore_rng if report is not None and record is not None and "rng" in record.entries else None
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         if self._bcp_saves is not None:

@@ -19,6 +19,7 @@ from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders
 from bytecheckpoint.integrations.shared.save_outcome import has_failed
 from bytecheckpoint.integrations.shared.text_file import write_text
+from bytecheckpoint.integrations.transformers.beside_files import BesideFiles
 from bytecheckpoint.integrations.transformers.folders import (
     CONFIG,
     TRAINER_STATE,
@@ -32,14 +33,6 @@ from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.saving.handle import SaveHandle
 
 logger = logging.getLogger("bytecheckpoint")
-
-
-class BesideFiles(NamedTuple):
-    """Contents of the files that rank 0 adds to the folder of a checkpoint."""
-
-    trainer_state: str
-    config: str
-    """Empty for a model without a configuration."""
 
 
 class Limit(NamedTuple):
@@ -126,10 +119,14 @@ class TrainerSaves:
                 logger.info("%s is saved again, and replaces the checkpoint that is there", path)
             else:  # a checkpoint that is replaced keeps its state of the Trainer until the commit
                 write_text(Path(path, TRAINER_STATE), beside.trainer_state)
-            text, entries = beside.trainer_state, sorted(state)
-            records.append(
-                TrainerRecord(sequence=sequence, entries=entries, trainer_state=text, adapters_only=adapters_only)
+            record = TrainerRecord(
+                sequence=sequence,
+                entries=sorted(state),
+                trainer_state=beside.trainer_state,
+                adapters_only=adapters_only,
+                position=beside.position,
             )
+            records.append(record)
             return True
 
         self._decisions.decide_together("preparing a checkpoint", write_beside, bool)

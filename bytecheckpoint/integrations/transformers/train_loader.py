@@ -1,15 +1,17 @@
-"""Train loaders that save their own position, inside the Trainer: the state of such a loader, and its first pass after
-a load, which already begins at that position, so that the Trainer must skip no batches of it.
+"""The train loader inside the Trainer. Of a loader that saves its own position: its state, and its first pass after
+a load, which already begins at that position, so that the Trainer must skip no batches of it. Of any other loader: the
+random states from which a pass over it was drawn.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from accelerate.data_loader import DataLoaderAdapter
+from accelerate.data_loader import DataLoaderAdapter, DataLoaderDispatcher, DataLoaderShard
+from accelerate.state import PartialState
 from torch.utils.data import DataLoader, IterableDataset
 
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
@@ -36,35 +38,106 @@ def train_loader_state(loader: Any, *, rank: int, size: int, elastic: Elastic | 
 
 
 class PassOrder(RngState):
-    """The random state in which a pass over the train loader began: samplers without a generator of their own, such as
-    the one that groups samples by length, draw the order of the pass from it. A rank that the save did not have gets
-    that of the first one, because all draw the same order.
+    """The random states that decide what a pass over the train loader gives: that in which it began, from which
+    samplers without a generator of their own draw the order, such as the one that groups samples by length; and that
+    in which the newest batch was read, from which datasets and collators draw. A rank that the save did not have gets
+    those of the first one, because all draw the same order.
     """
 
     def __init__(self) -> None:
         super().__init__(at={})
         self._replaced: dict[str, Any] = {}
+        self._read: dict[str, Any] = {}
+        """Empty if no batch was read, or if another process reads them."""
+        self._num_taken = 0
+        """Batches of the resumed pass that were trained on before; 0 once the pass has begun."""
+        self._restore_rng: Callable[[], object] | None = None
         self.note()
 
     def note(self) -> None:
         """Takes the present random state as that of the pass."""
-        self._noted = super().state_dict()
+        self._noted, self._read = super().state_dict(), {}
 
-    def restore(self) -> None:
-        """Sets the generators to the state in which the pass began."""
-        self._replaced = super().state_dict()
+    def restore(self, num_taken: int = 0, restore_rng: Callable[[], object] | None = None) -> None:
+        """Sets the generators to the state in which the pass began.
+
+        Args:
+            num_taken: Number of its batches that were trained on before the save.
+            restore_rng: Sets the random state that was saved with the weights; None if there was none.
+        """
+        self._replaced, self._num_taken, self._restore_rng = super().state_dict(), num_taken, restore_rng
         super().load_state_dict(self._noted)
 
     def put_back(self) -> None:
-        """Sets the generators to the state that `restore` has replaced, if it has replaced one."""
+        """Sets the generators to the state that `restore` has replaced, then to the one that was saved. Does nothing
+        the second time, or without a `restore` before.
+        """
         super().load_state_dict(self._replaced)
-        self._replaced = {}
+        if self._restore_rng is not None:
+            self._restore_rng()
+        self._replaced, self._num_taken, self._restore_rng = {}, 0, None
+
+    def watch(self, loader: Any) -> None:
+        """Hears from now on of each batch that a prepared loader reads, if it reads samples by their index."""
+        kinds = DataLoaderShard | DataLoaderDispatcher
+        if not isinstance(loader, kinds) or is_stateful(loader.base_dataloader):
+            return
+        batches = loader.batch_sampler
+        if isinstance(loader.dataset, IterableDataset) or batches is None:
+            return
+        batches = batches.batches if isinstance(batches, _ReadBatches) else batches
+        # DataLoader refuses to set this attribute, from which `skip_first_batches` makes the loader of a resumed pass.
+        vars(loader.base_dataloader)["batch_sampler"] = _ReadBatches(batches, self, loader)
+
+    def begin_read(self, number: int) -> None:
+        """Notes the random state, before the samples of the batch of this number are read. In a resumed pass, sets it
+        first to that of the save, or, for the batch that was read ahead of the save, to that of the first read.
+        """
+        if number < self._num_taken:
+            return
+        if self._num_taken and number > self._num_taken:
+            self.put_back()
+        elif self._num_taken and self._read:
+            super().load_state_dict(self._read)
+        self._read = super().state_dict()
+
+    def num_not_skipped(self, num_ranks: int) -> int:
+        """Returns how many batches the Trainer fails to skip in a resumed pass where rank 0 reads those of all."""
+        return self._num_taken * (num_ranks - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "begun": self._noted}  # nested: nothing else takes it for the present random state
+        # Nested: nothing else takes them for the present random state.
+        return {"at": self.at, "begun": self._noted, "read": self._read}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._noted = state["begun"]
+        self._noted, self._read = state["begun"], state.get("read", {})
+
+
+class _ReadBatches:
+    """The indices of the batches of a loader, in place of its batch sampler: tells a `PassOrder` of each batch before
+    its samples are read.
+    """
+
+    batches: Any = ()
+
+    def __init__(self, batches: Any, order: PassOrder, loader: Any) -> None:
+        self.batches = batches
+        self._order = order
+        self._reads_for_all = isinstance(loader, DataLoaderDispatcher) and not loader.split_batches
+        self._draws_here = isinstance(loader, DataLoaderShard) and not loader.num_workers
+
+    def __iter__(self) -> Iterator[Any]:
+        num_ranks = PartialState().num_processes if self._reads_for_all else 1
+        for number, batch in enumerate(itertools.islice(self.batches, self._order.num_not_skipped(num_ranks), None)):
+            if self._draws_here:
+                self._order.begin_read(number)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batches, name)
 
 
 class RestOfPass(IterableDataset[Any]):

@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     OnExceptionCheckpoint,
 )
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 import bytecheckpoint as bcp
@@ -70,6 +71,13 @@ def same_weights(left: torch.nn.Module, right: torch.nn.Module) -> bool:
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+class Pairs(Regression):
+    """Takes batches of several loaders together."""
+
+    def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:  # type: ignore[override]
+        return super().training_step(torch.cat(batch), number)
+
+
 def each_few_steps(folder: Path, steps: int = 3, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder, every_n_train_steps=steps, **options)
 
@@ -93,6 +101,27 @@ def test_the_end_of_an_epoch_resumes_with_the_order_of_the_next(tmp_path: Path) 
     resumed, _ = fit(tmp_path, [], ckpt_path=tmp_path / "epoch=1-step=16.ckpt", **epochs)
     assert resumed.rows == whole.rows[128:]
     assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step >= 16}
+
+
+def test_a_save_after_the_last_batch_of_streams_goes_on_with_the_first_batch_of_the_next_epoch(tmp_path: Path) -> None:
+    options = {"accumulate_grad_batches": 3, "max_steps": 9}  # an epoch of 8 batches has 3 steps
+    whole, _ = fit(tmp_path, [each_few_steps(tmp_path, 3, save_top_k=-1)], **options)
+    (path,) = tmp_path.glob("*step=3.ckpt")
+    resumed, trainer = fit(tmp_path, [], ckpt_path=path, **options)
+    assert same_weights(resumed, whole)
+    assert trainer.fit_loop.epoch_loop.batch_progress.current.completed == 8
+
+
+def test_an_epoch_of_combined_loaders_ends_where_it_would_have_ended(tmp_path: Path) -> None:
+    def combined() -> Any:
+        few = {str(k): samples()[k::8] for k in range(5)}  # 5 batches, which come again until the 8 others end
+        few_loader = DataLoader(bcp.data.Streams(few, rank=0, size=1, read_ahead=1), batch_size=8)
+        return CombinedLoader([train_loader(), few_loader], "max_size_cycle")
+
+    whole, _ = fit(tmp_path, [each_few_steps(tmp_path, 6)], module=Pairs(), loader=combined(), max_steps=11)
+    (path,) = tmp_path.glob("*step=6.ckpt")
+    resumed, _ = fit(tmp_path, [], module=Pairs(), loader=combined(), max_steps=11, ckpt_path=path)
+    assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step >= 6}
 
 
 def test_top_k_and_last_are_as_with_lightnings_own_saves(tmp_path: Path) -> None:

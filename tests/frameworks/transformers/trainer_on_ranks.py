@@ -125,7 +125,19 @@ def fsdp_adapters(out: Path) -> None:
     assert are_equal(parameters(again), parameters(first))
 
 
+def dispatched(out: Path) -> None:
+    """DDP, with rank 0 reading for both: goes on in the first epoch and in the second."""
+    given = HALF | {"accelerator_config": {"dispatch_batches": True}}
+    whole = trainer(out, **given)
+    whole.train()
+    for step in (4, 8):
+        again = trainer(out, **given)
+        again.train(resume_from_checkpoint=str(out / f"checkpoint-{step}"))
+        assert are_equal(parameters(again), parameters(whole))
+        assert losses(again) == losses(whole)
+
+
 if __name__ == "__main__":
-    ways = (killed, resumed, fsdp, fsdp_killed, fsdp_resumed, fsdp_best, fsdp_adapters)
+    ways = (killed, resumed, dispatched, fsdp, fsdp_killed, fsdp_resumed, fsdp_best, fsdp_adapters)
     {each.__name__: each for each in ways}[sys.argv[1]](Path(sys.argv[2]))
     dist.destroy_process_group()
