@@ -124,12 +124,13 @@ def _list_of(name: str) -> str:
     return stem if number.isdecimal() else ""
 
 
-def _identifier(name: str, otherwise: str) -> str:
+def _identifier(name: str, prefix: str) -> str:
+    """Returns the name as a name of Python; with the prefix if it is none by itself, or is taken."""
     found = re.sub(r"\W+", "_", unicodedata.normalize("NFKC", name)).strip("_")  # Python takes names in this form
     if not f"_{found}".isidentifier():
         found = re.sub(r"\W+", "_", found, flags=re.ASCII).strip("_")
     is_free = found.isidentifier() and not keyword.iskeyword(found) and found not in _TAKEN
-    return found if is_free else f"{otherwise}_{found}"
+    return found if is_free else f"{prefix}_{found}"
 
 
 def _load(does: str, items: Sequence[_StateEntry], call: LoadCall, *more: str) -> LoadCode:
@@ -240,6 +241,7 @@ def _set_generators(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
 
 
 def _read_trees(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
+    """Returns the code that reads parts which go into no live object; empty if there are none."""
     kinds: set[Kind] = {"random numbers", "tensors", "values of ranks"}
     read = [
         part
