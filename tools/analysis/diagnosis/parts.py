@@ -112,7 +112,9 @@ def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mappi
     )
     top = [tensor for name, members in groups.items() for tensor in members if tensor.fqn == name]
     is_named = (manifest.foreign_format or OWN_FORMAT) in _NAMED_BY_READER and _are_named(groups, trees, manifest)
-    lone = [tensor for tensor in top if is_named or not has_modules or _is_lone(tensor, trees)]
+    # Where an entry of plain data is a model, no tensor at the top is a part of one.
+    are_lone = is_named or not has_modules or any(map(is_model_state, trees.values()))
+    lone = [tensor for tensor in top if are_lone or _is_generator(tensor)]
     lone_fqns = {tensor.fqn for tensor in lone}
     groups = {
         name: others
@@ -198,13 +200,6 @@ def _is_cast(part: Part) -> bool:
 
 def _is_state(fqn: str) -> bool:
     return fqn.startswith("optimizer.state.")
-
-
-def _is_lone(tensor: TensorEntry, trees: Mapping[str, Any]) -> bool:
-    """Returns True for a tensor that is no part of a model: the state of a generator; any tensor, if an entry of plain
-    data is a model.
-    """
-    return _is_generator(tensor) or any(is_model_state(tree) for tree in trees.values())
 
 
 def _is_generator(tensor: TensorEntry) -> bool:
