@@ -75,7 +75,7 @@ def load_tree(
 
 
 def _filled(value: Any, tensors: Sequence[torch.Tensor], device: torch.device | str | int) -> Any:
-    """Returns the nested state with tensors in place of stubs."""
+    """Returns the nested state with tensors in place of stubs, and its own, small tensors moved to the device."""
     if isinstance(value, TensorStub):
         return tensors[value.number]
     if isinstance(value, torch.Tensor):  # small ones are in the manifest

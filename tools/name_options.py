@@ -43,6 +43,7 @@ class NameOptions(NamedTuple):
 
 
 def _parse_rules(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns pattern and replacement of each text, which is split at its last `=`."""
     rules = []
     for text in texts:
         old, separator, new = text.rpartition("=")

@@ -124,7 +124,7 @@ def compress_file(
 
     with closing(_Blocks(contents, second_block)) as blocks:
         while (raw := blocks.take()) is not None:
-            jobs: list[Callable[[], None]] = [partial(encode, *job) for job in _jobs(frames, raw)]
+            jobs: list[Callable[[], None]] = [partial(encode, *frame) for frame in _frames_in(frames, raw)]
             # Prefetches the next block while the last frames of this one are made.
             run_jobs(lambda job: job(), [*jobs, blocks.enter_ahead], num_threads=threads)
     return _assemble(chunks)
@@ -171,6 +171,7 @@ class _Blocks:
 
 
 def _chunks_of(planned: PlannedFile, memory: memoryview) -> list[_CompressedChunk]:
+    """Returns the chunks of a file, still without frames, each with its room in memory."""
     bounds = pairwise(accumulate(map(_room_for, planned.chunks), initial=0))
     return [
         _CompressedChunk(chunk, codec, memory[start:end])
@@ -231,10 +232,10 @@ class _CompressedChunk:
         return time.perf_counter() - started
 
 
-def _jobs(
+def _frames_in(
     frames: Iterator[tuple[_CompressedChunk, int]], memory: memoryview
 ) -> Iterator[tuple[_CompressedChunk, int, memoryview]]:
-    """Yields the frames of a block, with their raw bytes."""
+    """Takes a block's frames from `frames`, which goes on with the next block's. Yields each with its raw bytes."""
     start = 0
     while start < memory.nbytes:
         chunk, number = next(frames)

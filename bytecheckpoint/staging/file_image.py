@@ -227,7 +227,7 @@ class LiveFile:
         """Tensors that are not flat, or not on the host, by index. Their address is 0."""
 
     def _look_at(self, index: int) -> list[_TensorPiece]:
-        """Returns the pieces of a chunk for which its shard alone gives no address."""
+        """Returns the pieces of a chunk without an address in `shards`. Raises CheckpointSaveError for freed memory."""
         chunk, part = self.planned.chunks[index], self.planned.parts[index]
         shard = self._shards[chunk.item]
         tensor = shard.tensor if part is None else view_region(shard, part)

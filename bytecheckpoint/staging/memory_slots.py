@@ -268,7 +268,7 @@ class JobMemory:
         return version_files.needed_saves(self.job) if self._settled is None else self._settled
 
     def _without_failed(self) -> Collection[str]:
-        """Forgets the doubted saves that have failed, and returns the ids of the others whose slots must stay."""
+        """Removes the manifests of the doubted saves that failed. Returns the ids of saves whose slots must stay."""
         for failed in self._failed:
             version_files.remove(self.job, failed)
         needed = set(self._needed()) - self._failed
@@ -320,7 +320,7 @@ class JobMemory:
 
     def _add_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
         """Takes the slot that fits best of those that no process holds, or makes one if there is none. Registers this
-        process.
+        process. Raises CheckpointSaveError (no_space) if a new slot, and those that are to follow, have no room.
         """
         self.register()
         with self.job.locked():

@@ -84,7 +84,7 @@ class ReuseHistory:
         self._lock = threading.Lock()
 
     def of_root(self, location: str) -> RootHistory:
-        """Returns the history of a root, an empty one for a root that is not among the last."""
+        """Returns the history of a root, an empty one if it is not among the last ones, and keeps it as the last."""
         with self._lock:
             history = self._roots[location] = self._roots.pop(location, RootHistory())
             while len(self._roots) > _MAX_ROOTS:

@@ -142,6 +142,9 @@ class StagedState:
             raise
 
     def _begin_one(self, holder: object) -> int | None:
+        """Returns the next block to gather; None if all are gathered or staging has failed. While other threads gather
+        the last ones, waits: they may leave theirs.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._left or not self._begun)
             if self._error is not None or not self._left:

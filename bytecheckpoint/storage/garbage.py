@@ -173,7 +173,9 @@ def _used_by(manifest: Manifest, folder: str) -> Callable[[str], bool]:
 
 
 def _owner_of(name: str) -> tuple[str, str] | None:
-    """Returns the checkpoint's folder and the save id of an object that only saves make; None for any other."""
+    """Returns the checkpoint's folder and the save id, "" if its name has none, of an object that only saves make; None
+    for any other.
+    """
     folder, _, last = name.rpartition("/")
     for part in folder.split("/"):
         if _TEMPORARY.match(part):  # an object of a probe, such as `clock_of`
@@ -233,7 +235,7 @@ def delete_damaged(store: Store, folder: str, *, now_s: float) -> tuple[list[Lef
     deleted = list(compress(found, is_dead))
     for item in deleted:
         remove(store, item)
-    return deleted, [item for item in found if item not in deleted]
+    return deleted, [item for item, is_gone in zip(found, is_dead, strict=True) if not is_gone]
 
 
 def _refuse_replaced(store: Store, folder: str) -> None:
@@ -260,7 +262,9 @@ def sweep(store: Store, folder: str, save_id: str) -> None:
 
 
 def _dead_in(store: Store, folder: str, save_id: str) -> list[Leftover]:
-    """Returns the garbage of dead saves in a folder; none if the time of this save's files is unknown."""
+    """Returns the garbage of dead saves in a folder. The newest file of `save_id` says what time it is; without a time
+    of its files, returns none.
+    """
     objects = list(inventory_of(store, folder))
     own = join_name(folder, layout.DATA_FOLDER, f"{save_id}-")
     times = (item.modified_s for item in objects if item.name.startswith(own))

@@ -170,6 +170,7 @@ def _read_pieces(
     pieces: AbstractContextManager[Sequence[memoryview]],
     digests: _Digests | None,
 ) -> None:
+    """Fills and checks the pieces of a fetch, then calls its `place` without bytes: they are in place."""
     check = _Check(digests, name, fetch)
     with pieces as buffers:
         if sum(map(len, buffers)) != fetch.byte_length:  # else each later piece would get its neighbour's bytes

@@ -153,6 +153,7 @@ def _describe(dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
 
 
 def _pad(text: bytes) -> bytes:
+    """Returns a header, padded, after its length. Raises UnsafeCheckpointError if readers would refuse its length."""
     num_bytes = -(-(_LENGTH.size + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT - _LENGTH.size
     if num_bytes > MAX_HEADER_BYTES:
         raise UnsafeCheckpointError(

@@ -30,7 +30,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.data.stream_wire import MARK
 from bytecheckpoint.manifest import Manifest, encode_manifest
+from bytecheckpoint.tools.analysis.diagnosis import parts
 from bytecheckpoint.tools.analysis.diagnosis.load_code import quoted
+from bytecheckpoint.tools.analysis.summary import TensorEntry
 
 __all__ = ["call", "classes"]
 
@@ -548,6 +550,29 @@ def test_large_tensors_of_ranks_are_no_model(tmp_path: Path, call: Any) -> None:
     of_ranks = ("values of ranks", large.nbytes)
     assert parts == {"alone": of_ranks, "nested": of_ranks, "x": ("tensors", 8)}
     assert not any(code["needs"] for code in found["code"])
+
+
+def test_many_tensors_without_a_module_are_not_compared_with_one_another(
+    tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> bool:
+        raise AssertionError("two tensors were compared")
+
+    bcp.save(tmp_path / "c", {f"t{number}": torch.zeros(2) for number in range(3)})
+    monkeypatch.setattr(TensorEntry, "__eq__", refuse)
+    report = call("doctor", "--checkpoint", tmp_path / "c", "--json").json
+    assert [part["name"] for part in report["parts"]] == ["t0", "t1", "t2"]
+
+
+def test_plain_data_is_looked_at_once_and_not_for_each_tensor(
+    tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Any] = []
+    monkeypatch.setattr(parts, "is_model_state", looks.append)
+    layers = {f"layer{number}.weight": torch.ones(2) for number in range(3)}
+    torch.save({**layers, "w0": torch.ones(2), "w1": torch.ones(2), "v0": {"a": 1}, "v1": {"a": 1}}, tmp_path / "c.pt")
+    assert call("doctor", "--checkpoint", tmp_path / "c.pt").code == 0
+    assert len(looks) == 2
 
 
 def test_weights_of_zero_load_into_a_model_and_a_torch_optimizer(tmp_path: Path, call: Any, classes: Any) -> None:

@@ -18,10 +18,11 @@ import pytest
 import torch
 from checkpoint_files import flip
 from fake_telemetry import checkpoint_with_telemetry, ordinary
+from rich import cells
 from stream_loaders import StreamLoader, state_of
 
 import bytecheckpoint as bcp
-from bytecheckpoint.tools.render.terminal import LAST_DROP, Column, fit_columns
+from bytecheckpoint.tools.render.terminal import LAST_DROP, Column, _fitted_text, fit_columns
 
 WIDTHS = (40, 60, 80, 120, 200)
 _CHILD = """
@@ -135,6 +136,14 @@ def test_text_is_cut_in_its_middle_because_names_differ_at_their_ends(terminal, 
     assert len(end) > len(start) > 3
     assert folders[0][-6:] == "000005"
     assert any(name in line for line in terminal.run(200, "ls", long_names))
+
+
+def test_a_long_text_is_not_measured_again_for_each_of_its_characters(monkeypatch) -> None:
+    measured = []
+    monkeypatch.setattr(cells, "cell_len", lambda text: measured.append(text) or len(text))
+    cut = _fitted_text("a" * 2000 + "b" * 2000, 31, is_folded=False)
+    assert cut == "a" * 10 + "…" + "b" * 20
+    assert len(measured) < 50
 
 
 @pytest.fixture(scope="module")

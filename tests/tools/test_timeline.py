@@ -112,6 +112,20 @@ def test_spans_that_overlap_get_rows_of_their_own() -> None:
     assert chrome_trace([], path="x")["traceEvents"] == []
 
 
+class _CountedEnd(float):
+    num_comparisons = 0
+
+    def __le__(self, other: float) -> bool:
+        _CountedEnd.num_comparisons += 1
+        return float(self) <= other
+
+
+def test_a_span_is_not_compared_with_all_that_overlap_it():
+    spans = [PhaseSpan("a", start / 1000, _CountedEnd(1)) for start in range(300)]
+    assert [lane for lane, _ in in_lanes(spans)] == [*range(300)]
+    assert _CountedEnd.num_comparisons < 1000
+
+
 def test_a_trace_that_cannot_be_written_is_one_line(call, timed, tmp_path) -> None:
     for place, code in ((tmp_path / "nowhere" / "trace.json", 2), ("/dev/full", 4)):
         ended = call("timeline", timed, "--trace", place)

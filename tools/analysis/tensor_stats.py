@@ -99,7 +99,7 @@ class Histogram:
         self.counts = np.zeros(_NUM_BINS, np.int64)
 
     def add(self, values: np.ndarray) -> None:
-        """Adds values."""
+        """Adds values; leaves out those that are not finite."""
         wide = values.astype(np.float64)
         # Not by np.histogram, which refuses values so close that bins would be narrower than a float64 can tell.
         bins = (wide[np.isfinite(wide)] - self.low) / (self.high - self.low) * _NUM_BINS
@@ -158,7 +158,7 @@ def _read_values(
         opened.store,
         opened.folder,
         manifest.files,
-        [_with_target(fetch, add, wanted) for fetch in fetches],
+        [_placed_by(fetch, add, wanted) for fetch in fetches],
         threads=options.reader_threads,
         verify=options.verify,
         scratch_bytes=options.scratch_bytes,
@@ -166,7 +166,7 @@ def _read_values(
     )
 
 
-def _with_target(fetch: Fetch, add: Callable[[Sequence[Part], int, memoryview], None], fqns: Sequence[str]) -> Fetch:
+def _placed_by(fetch: Fetch, add: Callable[[Sequence[Part], int, memoryview], None], fqns: Sequence[str]) -> Fetch:
     return fetch._replace(
         place=partial(add, fetch.parts, fetch.byte_offset),
         wanted_by=partial(names_in, fetch, fqns),

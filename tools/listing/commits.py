@@ -107,6 +107,7 @@ class CommitWatch:
             return None  # a checkpoint of somebody else beside the others
 
     def _end_of_manifest(self, folder: str) -> bytes:
+        """Returns the last bytes of a manifest, its checksum; _GONE if there is none."""
         num_bytes = self._store.list(folder).get(layout.MANIFEST_NAME)
         if num_bytes is None:
             return _GONE
@@ -145,6 +146,7 @@ class CommitWatch:
                     yield from (name for name, held in deeper if layout.has_manifest(held))
 
     def _listings(self, folders: Sequence[str]) -> Iterator[tuple[str, Mapping[str, int | None]]]:
+        """Yields the root, and folders that were not seen; leaves out those that are gone or may not be listed."""
         for folder in folders:
             if folder in self._seen and folder:
                 continue

@@ -87,6 +87,7 @@ def with_timings(
 
 
 def _records_of(store: Store, item: ListedCheckpoint, *, is_last_try: bool) -> Sequence[RankRecord]:
+    """Reads a save's telemetry; none if this may not be read. Raises other errors of the store, but in the last try."""
     try:
         return read_save_records(store, item.folder, item.save_id).ranks if item.save_id else []
     except (StorageError, UnsafeCheckpointError) as error:

@@ -271,7 +271,7 @@ def _fitted_text(text: str, width: int, *, is_folded: bool) -> str:
     if is_folded or cell_len(text) <= width:
         return text
     num_end = (width - 1) * 2 // 3
-    end = text
+    end = text[len(text) - num_end :]
     while cell_len(end) > num_end:
         end = end[1:]
     return f"{set_cell_size(text, width - 1 - cell_len(end)).rstrip()}…{end}"

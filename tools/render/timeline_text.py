@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from heapq import heappop, heappush
 from typing import Any
 
 from bytecheckpoint.diagnostics.telemetry import (
@@ -184,10 +185,13 @@ def in_lanes(spans: Sequence[PhaseSpan]) -> list[tuple[int, PhaseSpan]]:
     """Returns each span with its lane, in the order of their starts. A lane is the number of the first row that is free
     when the span starts.
     """
-    ends: list[float] = []
+    free: list[int] = []
+    in_use: list[tuple[float, int]] = []
     placed = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        lane = next((number for number, end in enumerate(ends) if end <= span.start), len(ends))
-        ends[lane : lane + 1] = [span.end]
+        while in_use and in_use[0][0] <= span.start:
+            heappush(free, heappop(in_use)[1])
+        lane = heappop(free) if free else len(in_use)
+        heappush(in_use, (span.end, lane))
         placed.append((lane, span))
     return placed

@@ -218,9 +218,7 @@ class FsspecStore:
             return int(self._info(self._path(name), needs_size=True)["size"])
 
     def list_many(self, folders: Sequence[str]) -> Sequence[Mapping[str, int | None] | None]:
-        """Implements `SupportsListMany`: goes through a `memory://` store once, which `list` does for each folder.
-        Returns None for each folder of other backends.
-        """
+        """Implements `SupportsListMany` by one pass through a `memory://` store. None for each folder elsewhere."""
         if not isinstance(self._fs, MemoryFileSystem):
             return [None] * len(folders)
         listings: dict[str, dict[str, int | None]] = {folder: {} for folder in folders}
@@ -321,6 +319,7 @@ class FsspecStore:
         return {"cache_type": "none"} if is_through_file else {}
 
     def _info(self, path: str, *, needs_size: bool = False) -> Mapping[str, Any]:
+        """Returns the backend's entry for an object, past its cache. Raises FileNotFoundError for a folder."""
         self._fs.invalidate_cache(path)
         info: Mapping[str, Any] = self._fs.info(path)
         if info["type"] == "directory":

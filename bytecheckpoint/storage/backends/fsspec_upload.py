@@ -173,6 +173,7 @@ def _send_and_move(fs: Any, upload: FsspecUpload, blocks: Sequence[Block], backe
 
 
 def _move(fs: Any, temporary: str, upload: FsspecUpload) -> None:
+    """Asks the backend to move the file. Without an error it may have been left, or have replaced another's."""
     if _protocols(fs) & _CREATING_MOVE:
         fs.client.move(temporary, upload.path, overwrite=upload.replace)
     elif _protocols(fs) & _WEBHDFS:
@@ -185,7 +186,9 @@ def _move(fs: Any, temporary: str, upload: FsspecUpload) -> None:
 
 
 def _check_moved(fs: Any, temporary: str, upload: FsspecUpload) -> None:
-    """Raises OSError if the backend reported success and did not move the file."""
+    """Raises OSError if the backend reported success and did not move the file; FileExistsError if another writer's is
+    there and must not be replaced.
+    """
     for path in (temporary, upload.path):
         fs.invalidate_cache(path)
     if not fs.exists(temporary) and fs.info(upload.path)["size"] == upload.num_bytes:

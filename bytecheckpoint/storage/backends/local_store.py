@@ -339,6 +339,7 @@ class _WriteErrors:
 
 @contextmanager
 def _reading(path: str, *, doing: str = "read") -> Iterator[None]:
+    """Translates an OSError of what is done, also `doing="delete"`, into this library's errors."""
     try:
         yield
     except CheckpointError:

@@ -156,6 +156,7 @@ class _Publication:
             raise TakenError
 
     def _attempt(self, number: int) -> None:
+        """Makes one attempt, of which the first has the number 0. Raises TakenError and S3_ERRORS."""
         # Hazard: the object of an unanswered attempt may have been replaced since, and the data that it needs deleted.
         if number and not self._target.is_new:
             current = self._current()
@@ -176,6 +177,7 @@ class _Publication:
                 raise
 
     def _send(self, condition: Mapping[str, str]) -> None:
+        """Makes one attempt to publish, and keeps its error if it may still be carried out."""
         try:
             self._request(**condition)
         except S3_ERRORS as error:
@@ -241,6 +243,7 @@ class _MultipartUpload:
         """Failures of parts, in the order of time."""
 
     def send(self, parts: Sequence[Block], *, in_flight: int) -> None:
+        """Uploads the parts, then publishes the object. If either fails, aborts the upload."""
         started = time.monotonic()
         numbers = {part.byte_offset: number for number, part in enumerate(parts, 1)}
         sent: dict[int, dict[str, object]] = {}
@@ -302,6 +305,7 @@ class _MultipartUpload:
         return self._requests.send(operation, Key=self._target.key, UploadId=self._upload_id, **parameters)
 
     def _abort(self, error: BaseException) -> None:
+        """Aborts the upload. If that fails, only adds a note to the error."""
         try:
             if self._upload_id:
                 self._requests.persist(lambda _: self._send("abort_multipart_upload"), RetryPolicy(_CLEAN_UP_S))
@@ -358,7 +362,7 @@ def _as_parts(blocks: Sequence[Block], num_bytes: int) -> Sequence[Block]:
     part_bytes = max(_PART_BYTES, -(-num_bytes // _MAX_PARTS))
     groups: list[list[Block]] = []
     for block in blocks:
-        if not groups or sum(other.byte_length for other in groups[-1]) >= part_bytes:
+        if not groups or block.byte_offset - groups[-1][0].byte_offset >= part_bytes:
             groups.append([])
         groups[-1].append(block)
     return [_join(group) for group in groups]

@@ -232,7 +232,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _prepare_root(root: str) -> str:
-    """Makes the root, for all users of the host, and returns its id."""
+    """Makes the root, for all users of the host, and its id; returns the id. Raises StorageError if that is damaged."""
     if not os.path.isdir(root):
         os.makedirs(root, exist_ok=True)
         with suppress(PermissionError):  # another user was faster

@@ -76,8 +76,9 @@ def mark_complete(job: JobFolder, save_id: str) -> None:
     found = sorted(read_versions(job), key=lambda version: version.record.number)
     newest = next((version.record.number for version in found if version.record.save_id == save_id), 0)
     earlier = [version for version in found if version.record.number <= newest]
+    protected = protected_save(job)
     for version in earlier[:-_KEPT]:
-        if version.record.save_id != protected_save(job):
+        if version.record.save_id != protected:
             remove(job, version.record.save_id)
 
 

@@ -97,11 +97,12 @@ def _items(parts: Sequence[Part]) -> list[_StateEntry]:
     num_of_kind = Counter(part.kind for part in parts if not part.is_copy)
     num_in_list = Counter(_list_of(part.name) for part in parts)
     items: list[_StateEntry] = []
+    needed: set[str] = set()
     for part in parts:
         usual = _VARIABLES.get(part.kind)
         is_usual = usual and (num_of_kind[part.kind] == 1 or part.is_copy or not part.name)
         variable = usual if usual and is_usual else _identifier(part.name, usual or "value")
-        while not part.is_copy and any(variable in item.needs for item in items):
+        while not part.is_copy and variable in needed:
             variable += "_2"
         name = part.name or variable
         # Names of a module's tensors have its number even in a list of one; names of other objects do not.
@@ -115,6 +116,7 @@ def _items(parts: Sequence[Part]) -> list[_StateEntry]:
                 items.append(_StateEntry(part, keys, value, [variable, "dp_rank", "dp_size"]))
             case _:
                 items.append(_StateEntry(part, keys, variable, [variable]))
+        needed.update(items[-1].needs)
     return items
 
 
@@ -124,12 +126,13 @@ def _list_of(name: str) -> str:
     return stem if number.isdecimal() else ""
 
 
-def _identifier(name: str, otherwise: str) -> str:
+def _identifier(name: str, prefix: str) -> str:
+    """Returns the name as a name of Python; with the prefix if it is none by itself, or is taken."""
     found = re.sub(r"\W+", "_", unicodedata.normalize("NFKC", name)).strip("_")  # Python takes names in this form
     if not f"_{found}".isidentifier():
         found = re.sub(r"\W+", "_", found, flags=re.ASCII).strip("_")
     is_free = found.isidentifier() and not keyword.iskeyword(found) and found not in _TAKEN
-    return found if is_free else f"{otherwise}_{found}"
+    return found if is_free else f"{prefix}_{found}"
 
 
 def _load(does: str, items: Sequence[_StateEntry], call: LoadCall, *more: str) -> LoadCode:
@@ -240,6 +243,7 @@ def _set_generators(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
 
 
 def _read_trees(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
+    """Returns the code that reads parts which go into no live object; empty if there are none."""
     kinds: set[Kind] = {"random numbers", "tensors", "values of ranks"}
     read = [
         part

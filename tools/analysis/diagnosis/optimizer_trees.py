@@ -30,6 +30,7 @@ def optimizers_in(manifest: Manifest) -> list[str]:
 
 
 def _find(fqn: str, data: bytes, depth: int) -> Iterator[str]:
+    """Yields the FQNs of the optimizers in encoded plain data, in its `depth` upper levels; none within another."""
     if depth == 0 or b"groups" not in data:
         return
     try:

@@ -120,14 +120,17 @@ def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mappi
     )
     top = [tensor for name, members in groups.items() for tensor in members if tensor.fqn == name]
     is_named = (manifest.foreign_format or OWN_FORMAT) in _NAMED_BY_READER and _are_named(groups, trees, manifest)
-    lone = [tensor for tensor in top if is_named or not has_modules or _is_lone(tensor, trees)]
+    # Where an entry of plain data is a model, no tensor at the top is a part of one.
+    are_lone = is_named or not has_modules or any(map(is_model_state, trees.values()))
+    lone = [tensor for tensor in top if are_lone or _is_generator(tensor)]
+    lone_fqns = {tensor.fqn for tensor in lone}
     groups = {
         name: others
         for name, members in groups.items()
-        if (others := [tensor for tensor in members if tensor not in lone])
+        if (others := [tensor for tensor in members if tensor.fqn not in lone_fqns])
     }
     parts = [_lone_part(tensor) for tensor in lone]
-    parts += [_with_tensors(_unknown_optimizer(members[0].fqn), members) for members in states]
+    parts += [_with_tensors(_megatron_optimizer(members[0].fqn), members) for members in states]
     if is_named:
         models = [_with_tensors(_model(name, members), members) for name, members in groups.items()]
     else:
@@ -137,7 +140,7 @@ def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mappi
         models = [replace(part, top_names=_top_names(part) if is_mixed else ()) for part in models]
     if _has_extra_state_of_megatron(manifest):
         models = [replace(part, excluded=f"*{EXTRA_STATE}*") for part in models]
-    return [*(_in_two_precisions(models) if manifest.foreign_format == "deepspeed" else models), *parts]
+    return [*(_with_casts(models) if manifest.foreign_format == "deepspeed" else models), *parts]
 
 
 def _containers(trees: Mapping[str, Any], tensors: Collection[str]) -> set[str]:
@@ -180,8 +183,10 @@ def _has_extra_state_of_megatron(manifest: Manifest) -> bool:
     return bool(names) if manifest.foreign_format == "megatron" else any("/shard_" in fqn for fqn in names)
 
 
-def _in_two_precisions(parts: Sequence[Part]) -> list[Part]:
-    """Returns the parts, with a hint on each if they are the two copies of one model that ZeRO 1 and 2 save."""
+def _with_casts(parts: Sequence[Part]) -> list[Part]:
+    """Returns the parts, each with `needs_cast`, and with a hint if they are the two copies of one model that ZeRO 1
+    and 2 save.
+    """
     if {part.name for part in parts} != {"model", "module"}:
         return [replace(part, needs_cast=part.needs_cast or _is_cast(part)) for part in parts]
     hints = {"model": "a module in lower precision takes cast=True", "module": "`model` in the precision of training"}
@@ -205,13 +210,6 @@ def _is_state(fqn: str) -> bool:
     return fqn.startswith("optimizer.state.")
 
 
-def _is_lone(tensor: TensorEntry, trees: Mapping[str, Any]) -> bool:
-    """Returns True for a tensor that is no part of a model: the state of a generator; any tensor, if an entry of plain
-    data is a model.
-    """
-    return _is_generator(tensor) or any(is_model_state(tree) for tree in trees.values())
-
-
 def _is_generator(tensor: TensorEntry) -> bool:
     return tensor.dtype == "uint8" and len(tensor.shape) == 1 and bool(RANDOM.search(tensor.fqn))
 
@@ -224,7 +222,7 @@ def _lone_part(tensor: TensorEntry) -> Part:
     return _with_tensors(part, [tensor])
 
 
-def _unknown_optimizer(fqn: str) -> Part:
+def _megatron_optimizer(fqn: str) -> Part:
     return Part(
         name=fqn.partition(".")[0],
         kind="optimizer",
