@@ -173,7 +173,7 @@ class ReadAhead:
     """Serves a stream to a store, block by block. While a window of it is written, the next ones are read."""
 
     def __init__(self, stream: Stream, elements: Elements, scratch: BufferPool, window_bytes: int) -> None:
-        """`scratch` has NUM_WINDOWS free blocks of `window_bytes`."""
+        """Begins to read. `scratch` has NUM_WINDOWS free blocks of `window_bytes`."""
         self._stream = stream
         self._elements = elements
         self._scratch = scratch

@@ -1,5 +1,5 @@
-"""Chunks of raw bytes for a view of a storage: one if it lies row-major, else one for each run of elements. The views
-here have elements: one without has no chunks.
+"""Chunks of raw bytes for a view of a storage: one if it lies row-major, else one for each run of elements. Every
+view here must have elements: callers know that one without has no chunks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def num_chunks(shape: Sequence[int], strides: Sequence[int]) -> int:
 def strided_chunks(
     shape: Sequence[int], strides: Sequence[int], *, file: int, byte_offset: int, item_bytes: int
 ) -> Iterator[Chunk]:
-    """Yields the chunks of a view whose first element is at `byte_offset` of its file."""
+    """Yields the chunks of a view whose first element is at `byte_offset` of its file. Strides are in elements."""
     num_outer = num_outer_dims(shape, strides)
     inner = tuple(shape[num_outer:])
     lengths = (1,) * num_outer + inner

@@ -382,7 +382,7 @@ class _Exchange:
                 connect_to_reader()
 
     def _end(self) -> None:
-        """Waits until nothing is under way, and raises the first error."""
+        """Waits for what is under way, or ends it after an error; closes connections, and raises the first error."""
         if self._errors:
             for reader in [] if self._is_interrupted.is_set() else [*self._untold]:
                 self._tell(partial(self._connect, reader, encode_request({}), timeout_s=_TELL_S))

@@ -299,7 +299,7 @@ class ResumeCall:
         return source
 
     def _places(self, version: VersionPlan, host: str) -> dict[str, FilePlace]:
-        """Returns the files that ranks of this host read, each from its cheapest holder."""
+        """Returns the cheapest place on this host of each file of which it is one of the cheapest holders."""
         found = self._view.places if self._view is not None else {}
         places = {}
         for name in files_read_at(version, host):
@@ -312,7 +312,7 @@ class ResumeCall:
         return places
 
     def _rebuild(self, version: VersionPlan, content: bytes) -> None:
-        """Makes copies of what only parity has; the next plan finds them, or passes the version over."""
+        """Rebuilds, with all ranks, what only parity has; the next plan finds it, or passes the version over."""
         save_id, view, self._was_rebuilt = version.save_id, self._view, True
         lost = {name for name, holders in version.files.items() if holders[0].kind == "parity"}
         if lost <= self._rebuilt.get(save_id, set()):  # it was tried, and is not there

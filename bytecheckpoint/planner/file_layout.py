@@ -147,7 +147,7 @@ def _group_chunks(chunk_bytes: Sequence[int], groups: Sequence[int], *, longest:
 
 def _choose_parts(counts: Mapping[int, int], *, longest: int, in_large_bytes: int) -> dict[int, int]:
     """Returns the number of extents of a chunk, by the chunk's length in bytes. `counts` has how many chunks there are
-    of each length.
+    of each length; the limits are as in `_group_chunks`.
     """
     large = {
         num_bytes: _power_of_two(num_bytes, in_large_bytes) for num_bytes in counts if num_bytes >= LARGE_CHUNK_BYTES

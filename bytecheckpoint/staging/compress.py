@@ -235,7 +235,9 @@ class _CompressedChunk:
 def _frames_in(
     frames: Iterator[tuple[_CompressedChunk, int]], memory: memoryview
 ) -> Iterator[tuple[_CompressedChunk, int, memoryview]]:
-    """Takes a block's frames from `frames`, which goes on with the next block's. Yields each with its raw bytes."""
+    """Takes the frames of a block from `frames`, which goes on with the next block's; a frame is a chunk and the
+    frame's number in it. Yields each with its raw bytes.
+    """
     start = 0
     while start < memory.nbytes:
         chunk, number = next(frames)

@@ -60,7 +60,9 @@ def escaped(text: str) -> str:
 
 
 def join_name(*parts: str) -> str:
-    """Joins the parts with a slash after each, unless it ends with one; empty parts vanish. Slashes in parts stay."""
+    """Joins the parts with a slash between them, unless the one before ends with one; empty parts vanish. Slashes in
+    parts stay.
+    """
     joined = ""
     for part in parts:
         separator = "" if not joined or not part or joined.endswith("/") else "/"

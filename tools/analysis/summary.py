@@ -237,7 +237,7 @@ def first_in_natural_order(names: Collection[str], count: int) -> list[str]:
 
 
 def _entry_of(fqn: str) -> str:
-    """Returns the top-level name in the state of a stored tensor."""
+    """Returns the name of the entry of the state to which a stored tensor belongs."""
     entry = fqn.partition(".")[0]
     if "@" not in entry:
         return entry

@@ -102,8 +102,9 @@ def walked_tree(fqn: str, tree: ModuleTree) -> ModuleTree:
 def flat_module(fqn: str, tree: ModuleTree, plain_name: Callable[[str], str]) -> FlatModule:
     """Returns the flat parameters of all units of a module. `plain_name` takes wrappers' prefixes out of a name.
 
-    First has FSDP1 put sharded flat parameters back in place. Raises CheckpointSaveError (unsupported_value) within
-    summon_full_params, in the middle of a backward pass, and where the elements of a parameter cannot be located.
+    Has FSDP1 make the sharded flat parameters the current ones, and write back to them what parameters that were given
+    other memory hold. Raises CheckpointSaveError (unsupported_value) within summon_full_params, in the middle of a
+    backward pass, and where the elements of a parameter cannot be located or written back.
     """
     wrappers = {id(module): module for _, module in tree.submodules if isinstance(module, FullyShardedDataParallel)}
     for wrapper in wrappers.values():

@@ -273,7 +273,7 @@ class ModuleEntry:
                 hook()
 
     def _held(self) -> _ModuleTensors:
-        """Returns what `tied_names` has read, but only once; else what `_read` finds now."""
+        """Returns what `tied_names` has read, and forgets it; else what `_read` finds now."""
         held, self._named = self._named or self._read(), None
         return held
 

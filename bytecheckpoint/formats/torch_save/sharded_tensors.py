@@ -97,7 +97,9 @@ def _attribute(owner: Any, name: Any) -> _TorchClass:
 
 
 def _rebuild(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Returns the stand-in for a tensor subclass, made from the parts that its state names."""
+    """Returns the stand-in for a tensor subclass, made from the parts that its state names; the plain tensor for a
+    torch.Tensor, which is rebuilt in this way if it has attributes. Raises PickleError for other classes.
+    """
     if not isinstance(kind, _TorchClass):
         return find_value("torch._tensor", "_rebuild_from_type_v2").make(function, kind, args, state)
     made = kind.make(*(args if type(args) is tuple else ()))

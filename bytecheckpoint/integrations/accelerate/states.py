@@ -307,7 +307,7 @@ def _folders_of(accelerator: Any, root: str, arguments: Mapping[str, Any]) -> Nu
 
 def _newest(root: str, arguments: Mapping[str, Any]) -> tuple[str, int]:
     """Returns the path of the checkpoint that was committed last, whose number is not the highest if training has gone
-    back, and the number of the next save: the next higher one that no damaged checkpoint has.
+    back, and the number of the next save: the first above its own that no damaged checkpoint has.
 
     Raises CheckpointNotFoundError if none is committed, and the error of a damaged checkpoint if all are damaged.
     """

@@ -42,8 +42,9 @@ def _json_ready(value: Any) -> Any:
 
 
 def _items(omegaconf: Any, config: Any) -> Any:
-    """Returns the items of a config of OmegaConf with references resolved. A reference to what is not there stays as it
-    was written, and a mandatory value that was not given stays "???".
+    """Returns a config of OmegaConf as a dict or list of its items, with references resolved; configs in it stay
+    configs. A reference to what is not there stays as it was written, and a mandatory value that was not given stays
+    "???". A config without items is returned as it was written: a reference, "???" or None.
     """
     written = omegaconf.OmegaConf.to_container(config, resolve=False)
     if not isinstance(written, (dict, list)):  # all of it is a reference, or has no value
