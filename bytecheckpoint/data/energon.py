@@ -162,7 +162,7 @@ def from_tree(tree: Any) -> Any:
         try:
             return kind(**{name: from_tree(item) for name, item in tree["fields"].items()})
         except TypeError as error:  # its fields are others
-            raise _no_record(tree[_CLASS]) from error
+            raise _unknown_record(tree[_CLASS]) from error
     if type(tree) is dict:
         return {key: from_tree(item) for key, item in tree.items()}
     return type(tree)(map(from_tree, tree)) if type(tree) in (list, tuple) else tree
@@ -175,13 +175,13 @@ def _class_of(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     kind = getattr(sys.modules.get(_PACKAGE + module), attribute, None)
     if not isinstance(kind, type) or not (issubclass(kind, dict) or dataclasses.is_dataclass(kind)):
-        raise _no_record(name)
+        raise _unknown_record(name)
     return kind
 
 
-def _no_record(name: str) -> CheckpointMismatchError:
+def _unknown_record(class_name: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
-        f"the state of Energon's loader names {name!r:.200}, which is no record of the Energon that is installed; "
-        "its loader was not changed: load with the version that saved it",
+        f"the state of Energon's loader has a record {class_name!r:.200}, which the installed Energon lacks, or has "
+        "with other fields; its loader was not changed: load with the version that saved it",
         kind="conflict",
     )

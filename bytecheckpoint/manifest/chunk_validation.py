@@ -65,7 +65,7 @@ class FileBounds:
 
 
 class Spans(NamedTuple):
-    """Chunks on the line of `FileBounds`: one sort shows all that overlap in any file."""
+    """Chunks, in any order, on the line of `FileBounds`: one sort would show all that overlap in any file."""
 
     starts: Int64s
     byte_lengths: Int64s

@@ -176,6 +176,7 @@ class ArenaPart:
     """A part of an arena. The arena gets it back when its last holder has released it."""
 
     def __init__(self, arena: Arena, part: tuple[int, int], content: memoryview) -> None:
+        """`part` is its first byte and its end, which is the end of `content` too."""
         self.start = part[1] - content.nbytes
         """First byte of the content, in the memory that the arena is a part of."""
         self.content = content

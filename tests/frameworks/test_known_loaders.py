@@ -333,5 +333,5 @@ def test_what_energon_cannot_share_out_is_refused(energon_folder: Path) -> None:
     with pytest.raises(bcp.CheckpointMismatchError, match="run already"):
         resume_energon(loaders, streams, shared)
     streams["worker_0"]["worker"]["@energon"] = "savable_loader.os"
-    with pytest.raises(bcp.CheckpointMismatchError, match="is no record of the Energon that is installed"):
+    with pytest.raises(bcp.CheckpointMismatchError, match="which the installed Energon lacks"):
         resume_energon(energon_loaders(energon_folder, 2, 2), streams, shared)

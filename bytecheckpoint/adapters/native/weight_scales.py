@@ -59,7 +59,7 @@ class WeightScales:
         """`saved` has the tensors of a checkpoint by the names of their chunks."""
         self._saved = saved
         self.names: set[str] = set()
-        """Names of the scales in the checkpoint."""
+        """Names in the checkpoint of the scales of the shards that were added."""
         self.places: dict[str, LocalShard] = {}
         """Memory that a load has to fill with scales, by the name of their chunks."""
         self._scaled: list[ScaledShard] = []

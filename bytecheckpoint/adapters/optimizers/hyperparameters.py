@@ -33,8 +33,9 @@ ranks and not with one, and Megatron finds a group by it. Checkpoints of earlier
 def by_first_parameter(
     fqn: str, groups: Iterable[tuple[Mapping[str, Any], Sequence[ParameterNames]]]
 ) -> dict[str, dict[str, Any]]:
-    """Returns each parameter group keyed by its first parameter (`#` and its index if it has none), so that ranks with
-    other parameters can add their groups.
+    """Returns the hyperparameters of each parameter group as `values`, and the names of its parameters as the keys of
+    `params`, under the name of its first parameter (`#` and its index if it has none), so that ranks with other
+    parameters can add theirs. Groups with the same first parameter become one.
 
     Raises CheckpointSaveError (unsupported_value) where parts of one parameter have different hyperparameters.
     """

@@ -120,7 +120,9 @@ def _add_frozen(models: Sequence[SavedFile], zero: deepspeed_zero.ZeroBuilder) -
 
 
 def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None:
-    """Adds all of the model's file, client state too, but no tensor of flat buffers. `state` is None without ZeRO."""
+    """Adds all of the model's file, client state too, and the plain data of `state`, which is None without ZeRO.
+    Weights that it names, which `model` has in full precision, go under `module`, the others under `model`.
+    """
     value, builder = saved.value, saved.builder
     flat = state.names if state else frozenset()
     shared = _tied(value)

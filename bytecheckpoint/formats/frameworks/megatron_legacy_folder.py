@@ -95,7 +95,7 @@ def _arrange(opened: list[RankFile], builder: ManifestBuilder) -> dict[Rank, Ran
             raise conflicting(builder.path, what, "remove the one that is older")
         if file.value.get(_OPTIMIZER):
             builder.leave_out(_OPTIMIZER, _WHY_LEFT_OUT)
-    _refuse_missing_ranks(files, opened[0].settings, builder.path)
+    _check_ranks(files, opened[0].settings, builder.path)
     _refuse_mixed(files)
     return files
 
@@ -105,7 +105,8 @@ def _size(settings: Mapping[str, Any], name: str) -> int:
     return size if type(size) is int and size > 0 else 1
 
 
-def _refuse_missing_ranks(files: Mapping[Rank, RankFile], settings: Mapping[str, Any], path: str) -> None:
+def _check_ranks(files: Mapping[Rank, RankFile], settings: Mapping[str, Any], path: str) -> None:
+    """Refuses folders of more ranks than the arguments say, and the lack of a rank's folder."""
     said = [_size(settings, name) for name in _AXES]
     for axis, (name, size, numbers) in enumerate(zip(_AXES, said, zip(*files, strict=True), strict=True)):
         if name in settings and size <= max(numbers):

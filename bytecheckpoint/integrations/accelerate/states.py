@@ -204,7 +204,8 @@ def _unwrapped(value: Any, wrapper: type, name: str) -> Any:
 def _models_to_save(accelerator: Any, path: str, decisions: Decisions) -> dict[int, Any]:
     """Runs the hooks that accelerate runs before a save, and returns the models whose weights no hook took away, by
     number: a hook saves those that it takes. The answer of rank 0 counts, because hooks of most programs take weights
-    away on rank 0 alone. An error of a hook on any rank is raised by all.
+    away on rank 0 alone. FSDP shows hooks no weights, and all models are returned. An error of a hook on any rank is
+    raised by all.
     """
     models = dict(enumerate(accelerator._models))
     hooks = accelerator._save_model_state_pre_hook

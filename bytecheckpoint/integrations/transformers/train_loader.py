@@ -78,7 +78,9 @@ class PassOrder(RngState):
         self._replaced, self._num_taken, self._restore_rng = {}, 0, None
 
     def watch(self, loader: Any) -> None:
-        """Hears from now on of each batch that a prepared loader reads, if it reads samples by their index."""
+        """Makes a prepared loader, if it reads samples by their index, skip what `num_not_skipped` says in each pass
+        from now on, and call `begin_read` for each batch that it reads in this process.
+        """
         kinds = DataLoaderShard | DataLoaderDispatcher
         if not isinstance(loader, kinds) or is_stateful(loader.base_dataloader):
             return

@@ -140,7 +140,7 @@ class SecondRoot:
         if not self._generation.is_newest():
             return  # the newest manager makes the copies, and the next save here raises the error
         self._own_target()
-        copies = self._read_copies()
+        copies = self._begin_round()
         failure: CheckpointError | None = None
         tried: set[str] = set()
         while infos := [info for info in self._missing(self._sources(copies), copies) if info.save_id not in tried]:
@@ -192,8 +192,10 @@ class SecondRoot:
         self._target_generation = generation
         self._unless_refused(partial(generation.clear_earlier, before_folder=self._let_saves_go_first))
 
-    def _read_copies(self) -> dict[int, StoredStep]:
-        """Returns the steps of the second root."""
+    def _begin_round(self) -> dict[int, StoredStep]:
+        """Returns the steps of the second root, and takes over those with new metrics. In the first round, finishes
+        deletions that were interrupted there, then lists the root; later rounds know its steps.
+        """
         if self._copies is None:
             finish = partial(finish_deletions, self._target, now=self._clock.now(), pace=self._pace)
             self._unless_refused(finish)
@@ -207,8 +209,8 @@ class SecondRoot:
         return copies
 
     def _sources(self, copies: dict[int, StoredStep]) -> Sequence[StoredStep]:
-        """Returns the steps of the first root, after the copies of branches that training had left before it committed
-        the newest of them are marked. The second root gets a record of these: a run may go on there.
+        """Returns the steps of the first root. Before, marks the abandoned steps in `copies`, and records them in the
+        second root, where a run may go on. No branch is missed that training left before it committed the newest step.
         """
         source_steps = self._steps.all()
         source = read_branch(self._source)  # after the steps: a branch is written before its first commit
