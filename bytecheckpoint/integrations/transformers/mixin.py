@@ -26,7 +26,6 @@ from bytecheckpoint.integrations.transformers.folders import (
     find_record,
     put_trainer_state,
 )
-from bytecheckpoint.integrations.transformers.saves import Limit, TrainerSaves
 from bytecheckpoint.integrations.transformers.uncalled_saves import warn_of_saves
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import SaveOptions
@@ -38,6 +37,7 @@ try:
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
     from bytecheckpoint.integrations.transformers.beside_files import beside_files
+    from bytecheckpoint.integrations.transformers.saves import Limit, TrainerSaves
     from bytecheckpoint.integrations.transformers.train_loader import PassOrder, RestOfPass, train_loader_state
 except ImportError as error:
     raise missing_framework("transformers", "transformers[torch] >= 5.23") from error
