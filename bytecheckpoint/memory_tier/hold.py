@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
-from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, together
+from bytecheckpoint.distributed.ranks import COORDINATOR, RankFailedError, Ranks, together
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.manifest.ranges import Block
@@ -164,17 +164,28 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
         if reply.manifest:
             version_files.add_pending(slots.job, reply.record, reply.manifest)
         divergent = msgspec.msgpack.encode(staged.drop(reply.divergent))
+    may_be_complete = ranks.rank != COORDINATOR
+
+    def answer(payloads: Sequence[bytes]) -> Sequence[bytes]:
+        nonlocal may_be_complete
+        may_be_complete = True
+        return _warn_of_all(prepared, payloads)
+
     try:
         with together(ranks, doing, about=about), timer.phase("hold"):
             slots.doubt(agreed.save_id)
-            ranks.reduce_scatter(divergent, partial(_warn_of_all, prepared))
+            try:
+                ranks.reduce_scatter(divergent, answer)
+            except RankFailedError:  # in place of the answer, which no rank gets
+                may_be_complete = False
+                raise
             slots.note_complete(reply.record)
             with _tidying(slots):
                 slots.settle(agreed.save_id)
             if reply.manifest:
                 _tidy(slots, agreed.save_id, reply.num_on_host)
     except CheckpointError as error:
-        if error.kind != "rank_missing":  # else other ranks may have completed it
+        if error.kind != "rank_missing" or not may_be_complete:  # else other ranks may have completed it
             slots.note_failure()
         raise
     prepared.generation = reply.record.generation

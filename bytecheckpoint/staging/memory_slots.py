@@ -50,6 +50,8 @@ class JobMemory:
         self._warned: set[str] = set()
         self._settled: Collection[str] | None = None
         """Ids of the saves whose slots must stay; None while only the files in the job's folder say which they are."""
+        self._newest = ""
+        """Id of the save that was settled last; empty if none was."""
         self._doubted = ""
         """Id of the save of which this rank does not know whether it is complete."""
         self._failed: set[str] = set()
@@ -138,7 +140,8 @@ class JobMemory:
         `is_protected`, also those of the `protected_save`. `is_protected` is True if this save survives the loss of a
         host, or none can. Unlinks other slots of this process beyond two in all, or three where it keeps two saves.
         """
-        self._doubted, self._failed = "", set()  # first: if anything here fails, the save is complete all the same
+        # First: if anything here fails, the save is complete all the same.
+        self._newest, self._doubted, self._failed = save_id, "", set()
         protected = "" if is_protected else version_files.protected_save(self.job)
         self._settled = {save_id, protected} - {""}
         unneeded = [slot for slot in self._slots if slot.save_id not in self._settled]
@@ -289,7 +292,7 @@ class JobMemory:
             with suppress(CheckpointSaveError):
                 return self._reserved_free_slot(self._needed(), num_bytes, max_bytes)
             self._settled, self._doubted = self._without_failed(), ""
-        settled, held = self._settled, version_files.by_age(self.job, self._needed())
+        settled, held = self._settled, version_files.by_age(self.job, self._needed(), settled=self._newest)
         needed = held
         while True:
             try:

@@ -6,7 +6,9 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -234,6 +236,33 @@ def record_while_a_deletion_hangs(rank: int, world_size: int, folder: Path) -> t
 def test_all_ranks_raise_that_a_deletion_hangs(workers: WorkerPool, tmp_path: Path) -> None:
     """Rank 0 alone did, and the others waited for it in the save that it never began."""
     assert workers.run(record_while_a_deletion_hangs, tmp_path, world_size=2) == [("unavailable", (0,))] * 2
+
+
+def test_a_folder_for_a_save_is_made_after_a_deletion_at_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deletion removed it: verl's tracker file could then name a step that lacked this role."""
+    folders = NumberedFolders(tmp_path, "step-", storage_options=None)
+    folders.begin()
+    for number in (1, 2):
+        save(folders, number)
+    begun, delete = threading.Event(), numbered_folders._delete
+
+    def delete_late(*arguments: Any) -> None:
+        begun.set()
+        deadline = time.monotonic() + 60
+        while 1 not in folders._saving and time.monotonic() < deadline:
+            time.sleep(0.01)
+        delete(*arguments)
+
+    monkeypatch.setattr(numbered_folders, "_delete", delete_late)
+    folders.retire(lambda: folders.committed()[:-1])
+    assert begun.wait(60)
+    place, decisions = Path(folders.path_of(1)), Decisions(None, str(tmp_path), timeout_s=60)
+    make = partial(place.mkdir, exist_ok=True)
+    record_together(decisions, folders, 1, then=make)
+    assert list(place.iterdir()) == []
+    folders.close(60)
 
 
 def test_files_of_others_stay_with_their_folder(tmp_path: Path) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import xxhash
 
 import bytecheckpoint as bcp
 from bytecheckpoint.memory_tier import hold
 from bytecheckpoint.memory_tier.flush import jobs_in_memory, remove_job
 from bytecheckpoint.storage import object_io
-from bytecheckpoint.storage.memory_root import slot_file
+from bytecheckpoint.storage.memory_root import slot_file, version_files
 from bytecheckpoint.storage.memory_root.job_folder import find_jobs
 from bytecheckpoint.storage.memory_root.version_files import read_versions
 from distributed.workers import WorkerPool
@@ -124,6 +126,53 @@ def test_saves_go_on_where_memory_has_no_room_for_another_slot_than_that_of_a_sa
             assert complete in {slot.save_id for slot in slot_file.scan(job.slots)}
     bcp.save(tmp_path / "ckpt", state, step=4, options=given, to="memory")
     assert len(slots_of(tmp_path)) == 2
+
+
+def save_with_a_late_rank(rank: int, world_size: int, tmp_path: Path) -> tuple[set[int], set[int]]:
+    """Rank 1 fails to write the manifest of step 2 when the others have waited in vain; then all ranks fail to hold
+    step 3. Returns the steps held before and after that.
+    """
+    root, max_bytes = tmp_path / f"host{rank}", 2 * (4 * NUMEL + (64 << 10))
+    given = bcp.SaveOptions(memory=bcp.Memory(copies=1, root=root, max_bytes=max_bytes), timeout_s=2)
+    state = {f"of_rank_{rank}": torch.ones(NUMEL)}
+
+    def save(step: int) -> None:
+        bcp.save(tmp_path / "ckpt", state, step=step, options=given, to="memory")
+
+    def refuse(*_: object) -> None:
+        raise OSError("no room")
+
+    def refuse_late(*_: object) -> None:
+        time.sleep(3)
+        refuse()
+
+    def held() -> set[int]:
+        ((job, _),) = find_jobs(str(root))
+        return {slot.header.step for slot in slot_file.scan(job.slots) if slot.header is not None}
+
+    save(1)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(version_files, "add_pending", refuse_late)
+        with pytest.raises(bcp.CheckpointSaveError):
+            save(2)
+    before = held()
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hold, "_holding", refuse)
+        with pytest.raises(bcp.CheckpointSaveError):
+            save(3)
+    return before, held()
+
+
+def test_ranks_that_wait_in_vain_for_another_keep_the_same_save_as_that_one(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    """Without room for a third slot one host gave up the complete save, and the other one the save that failed: while
+    the next one was made, no save was whole on both.
+    """
+    outcomes = workers.run(save_with_a_late_rank, tmp_path, world_size=2)
+    assert outcomes == [({1, 2}, {1, 3})] * 2
 
 
 def test_a_warm_up_for_memory_needs_the_path_of_the_saves(tmp_path: Path) -> None:

@@ -176,6 +176,29 @@ def test_without_room_for_a_third_slot_a_save_that_was_cut_short_holds_up_no_lat
     assert held(memory) == ({NEWEST: {2}} if is_known_here else {PROTECTED: {1}})
 
 
+@pytest.mark.parametrize("resumed", ["c" * 16, NEWEST])
+def test_without_room_for_a_third_slot_the_resumed_save_stays_and_not_the_protected_one(
+    tmp_path: Path, resumed: str
+) -> None:
+    """Where a resume has passed over the protected save, which is newer, or has taken the manifest from another host,
+    the next save took the slot of what training went on from.
+    """
+    memory = memory_of(tmp_path)
+    if resumed != NEWEST:
+        hold(memory, resumed, MIB, is_protected=False)
+    hold(memory, PROTECTED, MIB, is_protected=True)
+    if resumed == NEWEST:
+        memory.begin_save()
+        memory.take([MIB], max_bytes=None)
+        memory.fill(NEWEST, 2, 0, [(0, 0)])
+    memory.close()
+    memory = memory_of(tmp_path)
+    memory.settle(resumed)
+    memory.begin_save()
+    memory.take([MIB], max_bytes=5 * MIB // 2)
+    assert list(held(memory)) == [resumed]
+
+
 @pytest.mark.parametrize("lengths", [[2 * MIB], [8 * MIB]])
 def test_without_a_protected_save_the_newest_stays(tmp_path: Path, lengths: Sequence[int]) -> None:
     memory = memory_of(tmp_path)

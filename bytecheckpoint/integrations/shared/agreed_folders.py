@@ -28,17 +28,18 @@ def record_together(
     number: int,
     *,
     model_only: bool = False,
-    before: Callable[[], object] | None = None,
+    then: Callable[[], object] | None = None,
 ) -> FolderRecord:
-    """Calls `before`, then `record`, on rank 0, which has the `folders`. Returns the record on every rank. If either
+    """Calls `record`, then `then`, on rank 0, which has the `folders`. Returns the record on every rank. If either
     fails, all ranks raise its error: else the others would begin the save, and wait for rank 0 in it.
     """
 
     def record() -> FolderRecord:
         if folders is None:
             raise RuntimeError("rank 0 has the folders")
-        if before is not None:
-            before()
-        return folders.record(number, model_only=model_only)
+        recorded = folders.record(number, model_only=model_only)
+        if then is not None:  # not before: a deletion at this number would remove a folder that is made
+            then()
+        return recorded
 
     return decisions.decide_together("preparing a checkpoint", record, FolderRecord)

@@ -91,8 +91,8 @@ class RoleSaves:
         if _STEP.fullmatch(step.name) is not None:
             number = int(step.name.removeprefix(_PREFIX))
             # A step is whole when all folders in it are committed, so the folder of this role has to exist before then.
-            before = partial(place.mkdir, parents=True, exist_ok=True) if is_role else None
-            record = record_together(self._decisions(step.parent), folders, number, before=before)
+            make = partial(place.mkdir, parents=True, exist_ok=True) if is_role else None
+            record = record_together(self._decisions(step.parent), folders, number, then=make)
         self._path = str(place)
         handle = api.save(
             place,

@@ -139,12 +139,14 @@ def needed_saves(job: JobFolder) -> set[str]:
     return needed | ({protected_save(job)} - {""})
 
 
-def by_age(job: JobFolder, save_ids: Collection[str]) -> list[str]:
+def by_age(job: JobFolder, save_ids: Collection[str], *, settled: str) -> list[str]:
     """Returns these ids, first of saves that this host has no manifest of, so that they are complete nowhere, then from
-    the oldest to the newest save.
+    the oldest to the newest save. `settled`, which is complete or was resumed from, comes after the protected save in
+    any case: a resume may take an older save, or one whose manifest only other hosts have.
     """
     numbers = {version.record.save_id: version.record.number for version in read_versions(job)}
-    return sorted(save_ids, key=lambda save_id: numbers.get(save_id, -1))
+    numbers[settled] = max(numbers.get(settled, 0), numbers.get(protected_save(job), 0))
+    return sorted(save_ids, key=lambda save_id: (numbers.get(save_id, -1), save_id == settled))
 
 
 def _path(job: JobFolder, save_id: str, ending: str) -> str:
