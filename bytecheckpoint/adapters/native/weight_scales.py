@@ -18,6 +18,8 @@ from bytecheckpoint.region import whole
 
 _FULL_PRECISION = {"bfloat16", "float16", "float32", "float64"}
 """Dtypes that have all values of the quantized ones, so that a product is rounded once."""
+_MULTIPLIED_NUMEL = 1 << 21
+"""Elements that are multiplied in one go, unless the first dimension has more in one row."""
 
 
 class ScaledShard(NamedTuple):
@@ -35,21 +37,22 @@ class ScaledShard(NamedTuple):
         if not target.numel():
             return
         grid = [-(-length // block) for length, block in zip(self.shard.global_shape, self.block_shape, strict=True)]
-        dtype = torch.promote_types(target.dtype, torch.float32)
-        scales = self.scales.reshape(grid).to(target.device, dtype)
-        row_dim = max(target.dim() - 2, 0)
-        for dim, (first, length, block) in enumerate(zip(*region, self.block_shape, strict=True)):
-            if scales.shape[dim] > 1 and (dim != row_dim or block == 1):
-                numbers = torch.arange(first, first + length, device=target.device) // block
-                scales = scales.index_select(dim, numbers)
-        if not target.dim() or scales.shape[row_dim] == 1 or self.block_shape[row_dim] == 1:
+        scales = self.scales.reshape(grid).to(target.device, torch.promote_types(target.dtype, torch.float32))
+        if not target.dim():
             target.mul_(scales)
             return
-        # One row of blocks at a time: scales for all elements would take twice the memory of the shard.
-        first, length, block = region.offsets[row_dim], region.lengths[row_dim], self.block_shape[row_dim]
-        for number in range(first // block, (first + length - 1) // block + 1):
-            begin, end = max(number * block, first) - first, min((number + 1) * block, first + length) - first
-            target.narrow(row_dim, begin, end - begin).mul_(scales.narrow(row_dim, number, 1))
+        spread = [
+            (torch.arange(first, first + length) // block).to(target.device)
+            for first, length, block in zip(*region, self.block_shape, strict=True)
+        ]
+        # A few rows at a time: torch takes 8 bytes for each element of a product in another dtype.
+        num_rows = max(1, _MULTIPLIED_NUMEL * target.shape[0] // target.numel())
+        for rows, numbers in zip(target.split(num_rows), spread[0].split(num_rows), strict=True):
+            of_rows = scales
+            for dim, of_dim in enumerate([numbers, *spread[1:]]):
+                if grid[dim] > 1:
+                    of_rows = of_rows.index_select(dim, of_dim)
+            rows.mul_(of_rows)
 
 
 class WeightScales:
