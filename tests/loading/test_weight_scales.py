@@ -118,11 +118,46 @@ def test_a_state_in_fp8_gets_numbers_and_scales_as_they_are(tmp_path: Path) -> N
     assert torch.equal(state["model"]["weight_scale_inv"], scales)
 
 
+def test_a_state_with_a_place_for_the_scales_gets_numbers_and_scales_as_they_are(tmp_path: Path) -> None:
+    """Whoever multiplies these numbers by these scales would multiply the product a second time."""
+    numbers, scales, _ = quantized(200, 130)
+    bcp.save(tmp_path, {"model": {"weight": numbers, "weight_scale_inv": scales}})
+    state = {"net": {"weight": torch.zeros(200, 130), "weight_scale_inv": torch.zeros_like(scales)}}
+    report = bcp.load(tmp_path, state, cast=True, key_map=[("^model", "net")])
+    assert torch.equal(state["net"]["weight"], numbers.float())
+    assert torch.equal(state["net"]["weight_scale_inv"], scales)
+    assert report.num_tensors == 2
+
+
+@pytest.mark.parametrize(
+    ("beside", "kind"),
+    [
+        ({"weight_scale": torch.full((6, 1), 127, dtype=torch.uint8)}, "dtype"),
+        ({"weight_scale": torch.ones(3)}, "shape"),
+        ({"weight_scale": torch.ones(6, 1), "weight_zero_point": torch.ones(6, 1, dtype=torch.int8)}, "conflict"),
+    ],
+    ids=["exponents", "one for each of three parts, of any number of rows", "zero points"],
+)
+def test_scales_whose_product_would_not_be_the_weight_are_refused(
+    tmp_path: Path, call: Any, beside: dict[str, torch.Tensor], kind: str
+) -> None:
+    bcp.save(tmp_path / "run", {"model": {"weight": torch.ones(6, 8, dtype=torch.int8), **beside}})
+    state = {"model": {"weight": torch.full((6, 8), 5.0)}}
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"the scales 'model\.weight_scale' have") as caught:
+        bcp.load(tmp_path / "run", state, cast=True, exclude="*_zero_point" if kind == "conflict" else None)
+    assert caught.value.kind == kind
+    assert bool((state["model"]["weight"] == 5).all())
+    ended = call("convert", tmp_path / "run", tmp_path / "out", "--to", "bcp", "--dtype", "float32")
+    assert ended.code != 0
+    assert "the scales 'model.weight_scale' have" in ended.out + ended.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_scales_that_do_not_tell_their_blocks_are_refused(tmp_path: Path) -> None:
     weight = torch.zeros(96, 7).to(FP8)
     bcp.save(tmp_path, {"model": {"weight": weight, "weight_scale": torch.ones(3, 5)}})
     state = {"model": {"weight": torch.full((96, 7), 5.0)}}
-    with pytest.raises(bcp.CheckpointMismatchError, match=r"model\.weight: its scales .* shape \[3, 5\]") as caught:
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"model\.weight: the scales .* shape \[3, 5\]") as caught:
         bcp.load(tmp_path, state, cast=True)
     assert caught.value.kind == "shape"
     assert bool((state["model"]["weight"] == 5).all())
@@ -142,6 +177,7 @@ def test_scales_that_do_not_tell_their_blocks_are_refused(tmp_path: Path) -> Non
         ((192, 4), (2, 4), (128, 1)),
         ((96, 7), (3, 5), None),
         ((64, 100), (100,), None),
+        ((64, 100), (4,), None),
         ((), (1,), ()),
     ],
 )
