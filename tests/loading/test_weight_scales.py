@@ -217,6 +217,22 @@ def test_a_conversion_to_full_precision_writes_the_products(tmp_path: Path, call
     assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
 
 
+def test_weights_that_share_their_scales_are_all_converted(tmp_path: Path, call: Any) -> None:
+    model = nn.Module()
+    scale = torch.tensor(2.0)
+    for name in ("key", "value"):
+        part = nn.Module()
+        part.register_buffer("weight", torch.randn(4, 8).to(FP8))
+        part.register_buffer("weight_scale", scale)
+        model.add_module(name, part)
+    bcp.save(tmp_path / "run", {"model": model})
+    assert call("convert", tmp_path / "run", tmp_path / "out", "--to", "bcp", "--dtype", "float32").code == 0
+    found = bcp.open(tmp_path / "out").state_dict()
+    weights = {f"model.{name}": value for name, value in model.state_dict().items() if name.endswith("weight")}
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], value.float() * 2) for name, value in weights.items())
+
+
 def test_parts_of_a_weight_are_converted_one_by_one(tmp_path: Path) -> None:
     expected = write_model(tmp_path / "fp8", torch.float32)["up.weight"]
     source = open_alone(LoadTarget(str(tmp_path / "fp8"), "latest", None), bcp.LoadOptions())
