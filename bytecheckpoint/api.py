@@ -161,7 +161,8 @@ def load(
         exclude: No checkpoint FQNs that match one of these globs. The optimizer state of a parameter goes with it.
         cast: Convert dtypes that differ. Floating-point dtypes round; a value out of range of an integer dtype, or that
             a float8 dtype turns into NaN or another sign, is an error. Weights in float8 or int8 with scales beside
-            them (`weight_scale_inv`, `weight_scale`) are multiplied by these on the way to full precision.
+            them (`weight_scale_inv`, `weight_scale`) are multiplied by these on the way to full precision, unless the
+            state has a place for the scales too.
         process_group: As for `save`.
         role: As for `save`.
         storage_options: As for `save`.

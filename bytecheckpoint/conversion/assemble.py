@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from bytecheckpoint.adapters.checkpoint_view import StoredTensor
-from bytecheckpoint.adapters.native.weight_scales import WeightScales, name_of_scales
+from bytecheckpoint.adapters.native.weight_scales import WeightScales, blocks_of, name_of_scales
 from bytecheckpoint.adapters.shards import LocalShard, torch_dtype
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
@@ -58,7 +58,7 @@ class Elements:
         """
         source = self._source
         stored = {piece.fqn for tensor in self._wanted for piece in tensor.pieces if piece.fqn is not None}
-        stored.update(self._quantized)
+        stored.update(tensor.fqn for tensor in self._quantized.values())
         files = {file for fqn in stored for file in source.manifest.tensors[fqn].files}
         source.check_files(files, verify=source.options.verify)
 
@@ -130,14 +130,20 @@ class Elements:
 
 
 def _quantized_weights(wanted: Sequence[WantedTensor], manifest: Manifest) -> dict[str, StoredTensor]:
-    """Returns the stored tensors whose product with their scales is wanted, and these scales, by FQN."""
+    """Returns the stored tensors whose product with their scales is wanted, and these scales, by FQN. Raises the errors
+    of `blocks_of`.
+    """
     dtypes = {piece.fqn: tensor.dtype for tensor in wanted for piece in tensor.pieces if piece.fqn is not None}
     found: dict[str, StoredTensor] = {}
+    names = {*manifest.tensors, *manifest.aliases}
     for (fqn, dtype), described in zip(dtypes.items(), manifest.describe_each(list(dtypes)), strict=True):
         weight = StoredTensor(fqn, *described)
-        name = name_of_scales(weight, dtype, manifest.tensors)
+        name = name_of_scales(weight, dtype, names)
         if name is not None:
-            found |= {fqn: weight, name: StoredTensor(name, *manifest.describe(name))}
+            stored_name = manifest.aliases.get(name, name)
+            scales = StoredTensor(stored_name, *manifest.describe(stored_name))
+            blocks_of(weight, scales, names)
+            found |= {fqn: weight, name: scales}
     return found
 
 

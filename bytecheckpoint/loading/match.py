@@ -42,13 +42,14 @@ class Match(NamedTuple):
     padding: list[torch.Tensor]
     """Memory of loaded tensors beyond the elements that the checkpoint has."""
     scales: WeightScales | None = None
-    """Scales of quantized weights among the shards, if there are any; they are shards as well."""
+    """Scales of quantized weights among the shards, if there are any; their memory is the last of the shards."""
 
     @property
     def num_tensors(self) -> int:
         """Number of the state's tensors of which a part is filled."""
         num_scales = len(self.scales.places) if self.scales else 0
-        return len(set(TargetShards.of(self.shards).fqns)) - num_scales
+        fqns = TargetShards.of(self.shards).fqns
+        return len(set(fqns[: len(fqns) - num_scales]))
 
     def multiply_scales(self) -> None:
         if self.scales is not None:
@@ -111,15 +112,18 @@ def _without(match: Match, numbers: Sequence[int]) -> Match:
 
 def _with_scales(match: Match, stored: CheckpointView) -> Match:
     """Adds the scales of quantized weights that are converted to full precision. Whatever include and exclude say:
-    without them the weights would be other ones. A weight whose scales do not fit becomes a problem.
+    without them the weights would be other ones. But where the state has a place for the scales, it gets the numbers
+    as they are: whoever multiplies them by its scales would do so twice. A weight whose scales do not fit becomes a
+    problem.
     """
     scales = WeightScales(stored.saved)
     unfit: list[int] = []
     for number, (shard, fqn) in enumerate(zip(match.shards, match.stored_fqns, strict=True)):
         try:
-            scales.add(shard, fqn)
+            scales.add(shard, fqn, is_kept=lambda name: stored.rename(name) in match.claims)
         except CheckpointMismatchError as error:
-            match.problems.append(Problem("shape", shard.fqn, f"{shard.fqn}: {error.message}"))
+            match.problems.append(Problem(error.kind, shard.fqn, f"{shard.fqn}: {error.message}"))
+            match.cast.discard(shard.fqn)
             unfit.append(number)
     match.claims.update(map(stored.rename, scales.names))
     match = _without(match, unfit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
@@ -170,8 +170,9 @@ def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNam
             f"none of the {len(all_fqns)} tensors is left to convert; nothing was written: widen include and exclude",
             kind="conflict",
         )
-    scales = _scales_of(manifest, selected) if request.dtype is not None else {}
-    multiplied = set(scales.values())
+    scales = _scales_of(manifest, selected, set(all_fqns)) if request.dtype is not None else {}
+    stored_scales = set(scales.values())
+    multiplied = {fqn for fqn in selected if manifest.aliases.get(fqn, fqn) in stored_scales}
     left_out += _totals(manifest, multiplied, lambda _: "scales: the weights are written multiplied by them")
     selected = [fqn for fqn in selected if fqn not in multiplied]
     prefix = ""
@@ -220,12 +221,12 @@ def _of_whole_optimizers(all_fqns: Sequence[str], trees: Mapping[str, Any], requ
     return found
 
 
-def _scales_of(manifest: Manifest, fqns: Sequence[str]) -> dict[str, str]:
-    """Returns the names of the scales of quantized weights, by the names under which the weights are stored."""
+def _scales_of(manifest: Manifest, fqns: Sequence[str], all_fqns: Container[str]) -> dict[str, str]:
+    """Returns the names under which the scales of quantized weights are stored, by those of the weights."""
     stored = list({manifest.aliases.get(fqn, fqn) for fqn in fqns})
     weights = (StoredTensor(fqn, *each) for fqn, each in zip(stored, manifest.describe_each(stored), strict=True))
-    found = {weight.fqn: name_of_scales(weight, "float32", manifest.tensors) for weight in weights}
-    return {fqn: name for fqn, name in found.items() if name is not None}
+    found = {weight.fqn: name_of_scales(weight, "float32", all_fqns) for weight in weights}
+    return {fqn: manifest.aliases.get(name, name) for fqn, name in found.items() if name is not None}
 
 
 def _wanted(

@@ -7,6 +7,7 @@ from __future__ import annotations
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.native import weight_scales
 from bytecheckpoint.adapters.native.weight_scales import ScaledShard, block_shape
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.conversion.assemble import Elements, Job
@@ -116,11 +118,46 @@ def test_a_state_in_fp8_gets_numbers_and_scales_as_they_are(tmp_path: Path) -> N
     assert torch.equal(state["model"]["weight_scale_inv"], scales)
 
 
+def test_a_state_with_a_place_for_the_scales_gets_numbers_and_scales_as_they_are(tmp_path: Path) -> None:
+    """Whoever multiplies these numbers by these scales would multiply the product a second time."""
+    numbers, scales, _ = quantized(200, 130)
+    bcp.save(tmp_path, {"model": {"weight": numbers, "weight_scale_inv": scales}})
+    state = {"net": {"weight": torch.zeros(200, 130), "weight_scale_inv": torch.zeros_like(scales)}}
+    report = bcp.load(tmp_path, state, cast=True, key_map=[("^model", "net")])
+    assert torch.equal(state["net"]["weight"], numbers.float())
+    assert torch.equal(state["net"]["weight_scale_inv"], scales)
+    assert report.num_tensors == 2
+
+
+@pytest.mark.parametrize(
+    ("beside", "kind"),
+    [
+        ({"weight_scale": torch.full((6, 1), 127, dtype=torch.uint8)}, "dtype"),
+        ({"weight_scale": torch.ones(3)}, "shape"),
+        ({"weight_scale": torch.ones(6, 1), "weight_zero_point": torch.ones(6, 1, dtype=torch.int8)}, "conflict"),
+    ],
+    ids=["exponents", "one for each of three parts, of any number of rows", "zero points"],
+)
+def test_scales_whose_product_would_not_be_the_weight_are_refused(
+    tmp_path: Path, call: Any, beside: dict[str, torch.Tensor], kind: str
+) -> None:
+    bcp.save(tmp_path / "run", {"model": {"weight": torch.ones(6, 8, dtype=torch.int8), **beside}})
+    state = {"model": {"weight": torch.full((6, 8), 5.0)}}
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"the scales 'model\.weight_scale' have") as caught:
+        bcp.load(tmp_path / "run", state, cast=True, exclude="*_zero_point" if kind == "conflict" else None)
+    assert caught.value.kind == kind
+    assert bool((state["model"]["weight"] == 5).all())
+    ended = call("convert", tmp_path / "run", tmp_path / "out", "--to", "bcp", "--dtype", "float32")
+    assert ended.code != 0
+    assert "the scales 'model.weight_scale' have" in ended.out + ended.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_scales_that_do_not_tell_their_blocks_are_refused(tmp_path: Path) -> None:
     weight = torch.zeros(96, 7).to(FP8)
     bcp.save(tmp_path, {"model": {"weight": weight, "weight_scale": torch.ones(3, 5)}})
     state = {"model": {"weight": torch.full((96, 7), 5.0)}}
-    with pytest.raises(bcp.CheckpointMismatchError, match=r"model\.weight: its scales .* shape \[3, 5\]") as caught:
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"model\.weight: the scales .* shape \[3, 5\]") as caught:
         bcp.load(tmp_path, state, cast=True)
     assert caught.value.kind == "shape"
     assert bool((state["model"]["weight"] == 5).all())
@@ -140,6 +177,7 @@ def test_scales_that_do_not_tell_their_blocks_are_refused(tmp_path: Path) -> Non
         ((192, 4), (2, 4), (128, 1)),
         ((96, 7), (3, 5), None),
         ((64, 100), (100,), None),
+        ((64, 100), (4,), None),
         ((), (1,), ()),
     ],
 )
@@ -162,7 +200,8 @@ def test_any_region_of_any_blocks_is_the_product(data: st.DataObject) -> None:
     inside = tuple(slice(first, first + length) for first, length in zip(offsets, parts, strict=True))
     target = numbers.bfloat16()[inside].clone()
     shard = LocalShard("w", "bfloat16", tuple(lengths), region, target)
-    ScaledShard(shard, scales, tuple(blocks)).multiply()
+    with patch.object(weight_scales, "_MULTIPLIED_NUMEL", data.draw(st.sampled_from([1, 100, 1 << 21]))):
+        ScaledShard(shard, scales, tuple(blocks)).multiply()
     assert torch.equal(target, product_of(numbers, scales, tuple(blocks)).bfloat16()[inside])
 
 
@@ -176,6 +215,22 @@ def test_a_conversion_to_full_precision_writes_the_products(tmp_path: Path, call
     found = bcp.open(tmp_path / "out").state_dict()
     assert found.keys() == expected.keys()
     assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+
+
+def test_weights_that_share_their_scales_are_all_converted(tmp_path: Path, call: Any) -> None:
+    model = nn.Module()
+    scale = torch.tensor(2.0)
+    for name in ("key", "value"):
+        part = nn.Module()
+        part.register_buffer("weight", torch.randn(4, 8).to(FP8))
+        part.register_buffer("weight_scale", scale)
+        model.add_module(name, part)
+    bcp.save(tmp_path / "run", {"model": model})
+    assert call("convert", tmp_path / "run", tmp_path / "out", "--to", "bcp", "--dtype", "float32").code == 0
+    found = bcp.open(tmp_path / "out").state_dict()
+    weights = {f"model.{name}": value for name, value in model.state_dict().items() if name.endswith("weight")}
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], value.float() * 2) for name, value in weights.items())
 
 
 def test_parts_of_a_weight_are_converted_one_by_one(tmp_path: Path) -> None:

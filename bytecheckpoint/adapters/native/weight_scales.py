@@ -5,7 +5,7 @@ for each row, or one alone. The weight is the product.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,10 @@ from bytecheckpoint.region import whole
 
 _FULL_PRECISION = {"bfloat16", "float16", "float32", "float64"}
 """Dtypes that have all values of the quantized ones, so that a product is rounded once."""
+_DTYPES_OF_SCALES = _FULL_PRECISION | {"float8_e8m0fnu"}
+_ZERO_POINT = "_zero_point"
+_MULTIPLIED_NUMEL = 1 << 21
+"""Elements that are multiplied in one go, unless the first dimension has more in one row."""
 
 
 class ScaledShard(NamedTuple):
@@ -35,21 +39,22 @@ class ScaledShard(NamedTuple):
         if not target.numel():
             return
         grid = [-(-length // block) for length, block in zip(self.shard.global_shape, self.block_shape, strict=True)]
-        dtype = torch.promote_types(target.dtype, torch.float32)
-        scales = self.scales.reshape(grid).to(target.device, dtype)
-        row_dim = max(target.dim() - 2, 0)
-        for dim, (first, length, block) in enumerate(zip(*region, self.block_shape, strict=True)):
-            if scales.shape[dim] > 1 and (dim != row_dim or block == 1):
-                numbers = torch.arange(first, first + length, device=target.device) // block
-                scales = scales.index_select(dim, numbers)
-        if not target.dim() or scales.shape[row_dim] == 1 or self.block_shape[row_dim] == 1:
+        scales = self.scales.reshape(grid).to(target.device, torch.promote_types(target.dtype, torch.float32))
+        if not target.dim():
             target.mul_(scales)
             return
-        # One row of blocks at a time: scales for all elements would take twice the memory of the shard.
-        first, length, block = region.offsets[row_dim], region.lengths[row_dim], self.block_shape[row_dim]
-        for number in range(first // block, (first + length - 1) // block + 1):
-            begin, end = max(number * block, first) - first, min((number + 1) * block, first + length) - first
-            target.narrow(row_dim, begin, end - begin).mul_(scales.narrow(row_dim, number, 1))
+        spread = [
+            torch.arange(first, first + length, device=target.device) // block
+            for first, length, block in zip(*region, self.block_shape, strict=True)
+        ]
+        # A few rows at a time: torch takes 8 bytes for each element of a product in another dtype.
+        num_rows = max(1, _MULTIPLIED_NUMEL * target.shape[0] // target.numel())
+        for rows, numbers in zip(torch.split(target, num_rows), torch.split(spread[0], num_rows), strict=True):
+            of_rows = scales
+            for dim, of_dim in enumerate([numbers, *spread[1:]]):
+                if grid[dim] > 1:
+                    of_rows = of_rows.index_select(dim, of_dim)
+            rows.mul_(of_rows)
 
 
 class WeightScales:
@@ -64,24 +69,19 @@ class WeightScales:
         """Memory that a load has to fill with scales, by the name of their chunks."""
         self._scaled: list[ScaledShard] = []
 
-    def add(self, shard: LocalShard, stored_fqn: str) -> None:
-        """Adds a shard if it is filled from a quantized weight with scales, and has full precision itself.
+    def add(self, shard: LocalShard, stored_fqn: str, *, is_kept: Callable[[str], bool] = lambda _: False) -> None:
+        """Adds a shard if it is filled from a quantized weight with scales, and has full precision itself; but not if
+        `is_kept` says that the scales of this name are wanted as they are.
 
-        Raises CheckpointMismatchError (shape) if the scales do not fit the weight.
+        Raises the errors of `blocks_of`.
         """
         weight = self._saved.get(stored_fqn)
         name = weight and name_of_scales(weight, shard.dtype, self._saved)
-        if weight is None or name is None:
+        if weight is None or name is None or is_kept(name):
             return
         self.names.add(name)
         scales = self._saved[name]
-        blocks = block_shape(weight.shape, scales.shape)
-        if blocks is None:
-            raise CheckpointMismatchError(
-                f"its scales {name!r:.200} have shape {list(scales.shape)}, which does not tell the part of "
-                f"{list(weight.shape)} that each is for; load it as {weight.dtype}, with its scales",
-                kind="shape",
-            )
+        blocks = blocks_of(weight, scales, self._saved)
         if scales.fqn not in self.places:
             self.places[scales.fqn] = _memory_for(scales)
         self._scaled.append(ScaledShard(shard, self.places[scales.fqn].tensor, blocks))
@@ -102,13 +102,36 @@ def name_of_scales(weight: StoredTensor, wanted_dtype: str, names: Container[str
     return next((name for suffix in SCALE_SUFFIXES if (name := weight.fqn + suffix) in names), None)
 
 
+def blocks_of(weight: StoredTensor, scales: StoredTensor, names: Container[str]) -> tuple[int, ...]:
+    """Returns the lengths of the block of a weight that each of its scales is for. `names` are those of all tensors.
+
+    Raises CheckpointMismatchError (shape, dtype, conflict) if the shapes do not tell the blocks, the scales are no
+    floating-point numbers, or there are zero points: the product would not be the weight.
+    """
+    found = block_shape(weight.shape, scales.shape)
+    kind = why = ""
+    if scales.dtype not in _DTYPES_OF_SCALES:
+        kind, why = "dtype", f"dtype {scales.dtype}, which does not tell the numbers to multiply by"
+    elif weight.fqn + _ZERO_POINT in names:
+        kind, why = "conflict", f"{weight.fqn + _ZERO_POINT!r:.200} beside them, which is no factor"
+    elif found is None:
+        kind = "shape"
+        why = f"shape {list(scales.shape)}, which does not tell the part of {list(weight.shape)} that each is for"
+    if found is None or why:
+        raise CheckpointMismatchError(
+            f"the scales {scales.fqn!r:.200} have {why}; take {weight.fqn!r:.200} as {weight.dtype}, with its scales",
+            kind=kind,
+        )
+    return found
+
+
 def block_shape(shape: tuple[int, ...], scales_shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Returns the lengths of the block of a weight that each of its scales is for; None if they cannot be told: along a
     dimension, blocks have the length of a power of two, and the last may be shorter.
     """
     if math.prod(scales_shape) == 1:
         return tuple(max(length, 1) for length in shape)
-    if len(scales_shape) == 1:  # a scale for each row
+    if len(scales_shape) == 1 and scales_shape == shape[:1]:  # a scale for each row
         scales_shape += (1,) * (len(shape) - 1)
     if len(scales_shape) != len(shape):
         return None

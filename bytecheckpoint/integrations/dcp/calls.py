@@ -166,9 +166,9 @@ def load(
 ) -> None:
     """Fills a state, in place and with all ranks together, from a checkpoint that any layout may have saved.
 
-    Tensors, also those of modules and optimizers, are filled and converted to the state's dtype, and plain data is
-    replaced. load_state_dict() is called last, only of other values that have one. What the state does not ask for is
-    ignored, at any depth.
+    Tensors, also those of modules and optimizers, are filled and converted to the state's dtype as with `cast=True` of
+    `bytecheckpoint.load`, and plain data is replaced. load_state_dict() is called last, only of other values that have
+    one. What the state does not ask for is ignored, at any depth.
 
     Args:
         state_dict: As for `save`. An empty dict in it takes whatever the checkpoint has in its place.
