@@ -50,7 +50,8 @@ def read_folder(source: SourceFolder) -> None:
     backend = megatron_dist.read_backend(source)
     megatron_dist.refuse_other_backends(backend, source.path, has_metadata=METADATA_NAME in source.listing)
     root = read_state(source, "")
-    source.builder.take_apart(root if backend is None else megatron_dist.with_common_state(root, source))
+    is_of_megatron = backend is not None or megatron_dist.has_common_state(source)
+    source.builder.take_apart(megatron_dist.with_common_state(root, source) if is_of_megatron else root)
 
 
 def read_state(source: SourceFolder, inside: str, *, below: str = "") -> dict[Any, Any]:
