@@ -142,3 +142,12 @@ def test_a_file_named_as_megatrons_common_state_in_another_folder_is_left_out(tm
     checkpoint = bcp.open(tmp_path)
     assert (list(checkpoint), dict(checkpoint.objects)) == (["w"], {})
     assert "common.pt" in checkpoint.info.metadata["left_out"]
+
+
+def test_a_trainers_root_of_steps_is_no_save_that_did_not_finish(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-500").mkdir()
+    for step, told in (("latest", "give the path of one"), (None, "is not a checkpoint")):
+        with pytest.raises(bcp.CheckpointNotFoundError, match=told) as error:
+            bcp.load(tmp_path, {}, step=step)
+        assert error.value.kind == "not_found"
