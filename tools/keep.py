@@ -171,16 +171,21 @@ def _decide(
     store: Store, policy: keep_policies.KeepPolicy, stored: Sequence[StoredStep], *, now: float
 ) -> tuple[list[KeptRow], list[str]]:
     """Returns the decisions, and the folders of steps of which data is missing: such a step must not stay in the place
-    of a good one.
+    of a good one. A step to which one that stays is a link stays too.
     """
     complete: set[int] = set()
     incomplete: list[str] = []
+    linked: dict[int, str] = {}
     while True:
-        held = retention.held_by_leases(stored, now=now)
+        held = linked | retention.held_by_leases(stored, now=now)
         decided = retention.decide(policy, [item.info for item in stored], now=now, held=held)
         kept = {decision.step for decision in decided if decision.is_kept} - complete
         lost = {step for step in kept if not _has_all_files(store, step)}
-        if not lost:
+        by_folder = {layout.step_folder(item.info.step): item.info.step for item in stored}
+        found = {by_folder.get(_linked_folder(store, step)): f"step {step} links to it" for step in kept - lost}
+        targets = {step: why for step, why in found.items() if step is not None and step not in linked}
+        linked |= targets
+        if not lost and not targets:
             return [_row(store, item, decision) for item, decision in zip(stored, decided, strict=True)], incomplete
         complete |= kept - lost
         incomplete += map(layout.step_folder, sorted(lost))
@@ -188,16 +193,29 @@ def _decide(
 
 
 def _has_all_files(store: Store, step: int) -> bool:
-    """Returns False if a data file of a step is missing, or of another length. The files of a link to elsewhere are not
-    looked at.
+    """Returns False if a data file of a step is missing, or of another length. The files of a link out of the root are
+    not looked at.
     """
     folder = layout.step_folder(step)
     try:
         manifest = layout.read_manifest(store, folder)
-        layout.check_files(store, folder, manifest, () if manifest.linked_to else range(len(manifest.files)))
+        inside = _inside(store, manifest.linked_to)
+        is_here = inside or not manifest.linked_to
+        layout.check_files(store, inside or folder, manifest, range(len(manifest.files)) if is_here else ())
     except (CheckpointNotFoundError, CheckpointCorruptError):
         return False
     return True
+
+
+def _linked_folder(store: Store, step: int) -> str:
+    """Returns the folder inside the root in which the files of a link lie; empty for any other step."""
+    return _inside(store, layout.read_manifest(store, layout.step_folder(step)).linked_to)
+
+
+def _inside(store: Store, location: str) -> str:
+    """Returns the name inside the root of what a manifest links to; empty if it is not below the root."""
+    root = f"{store}/"
+    return location.removeprefix(root) if location.startswith(root) else ""
 
 
 def _own_bytes(store: Store, step: int) -> int:

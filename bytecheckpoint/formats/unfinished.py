@@ -104,6 +104,6 @@ def _index_alone(source: SourceFolder) -> str | None:
 
 
 def _without_model(source: SourceFolder) -> str | None:
-    if not any(map(_OF_TRAINER.match, source.files)):
-        return None
+    if not any(map(_OF_TRAINER.match, source.files)) or only_steps("", source.listing):
+        return None  # a Trainer also keeps such a file beside the folders of its steps
     return "has what the Trainer of transformers, or Accelerate, writes beside a model, and no model"

@@ -126,18 +126,21 @@ class ModelNames(NamedTuple):
 
 
 def with_state_of_excluded(manifest: Manifest, request: SelectionRequest) -> SelectionRequest:
-    """Returns the request with the optimizer state of every parameter excluded that `exclude` names in the model, as a
-    load leaves it out.
+    """Returns the request with the optimizer state of every parameter excluded that `exclude` names in its module,
+    under all of its names, as a load leaves it out.
     """
     if not request.exclude:
         return request
     fqns = [*manifest.tensors, *manifest.aliases]
-    excluded = set(filter(request.excludes, fqns))
+    kept = {manifest.aliases.get(fqn, fqn) for fqn in fqns if not request.excludes(fqn)}
+    excluded = {fqn for fqn in fqns if manifest.aliases.get(fqn, fqn) not in kept}
+    all_fqns = set(fqns)
     names: set[str] = set()
     for fqn, tree in optimizers_in({name: decode_plain(data) for name, data in manifest.objects.items()}).items():
         known = {name for group in tree["groups"].values() for name in group["params"]}
         outside = tree.get("outside_model", ())
-        gone = {name for name in known if (name if name in outside else join_fqn(MODEL_FQN, name)) in excluded}
+        of_model = {name for name in known if name not in outside and join_fqn(MODEL_FQN, name) in all_fqns}
+        gone = {name for name in known if (join_fqn(MODEL_FQN, name) if name in of_model else name) in excluded}
         prefix = join_fqn(fqn, "state.")
         state = [name for name in fqns if name.startswith(prefix)]
         names |= {name for name in state if split_state_path(name.removeprefix(prefix), known)[0] in gone}

@@ -142,3 +142,21 @@ def test_factors_of_a_square_matrix_are_whole_as_those_of_others(
 ) -> None:
     workers.run(resume_factors, str(tmp_path), True, world_size=source)
     assert workers.run(resume_factors, str(tmp_path), False, world_size=2) == [True, True]
+
+
+def resume_factored_matrices(rank: int, world_size: int, path: str) -> list[bool]:
+    """Returns whether a fresh optimizer has the moment cut, of a matrix where it is factored, and of a vector."""
+    model = nn.Module()
+    for name, shape in (("matrix", (6, 4)), ("vector", (4,))):
+        model.register_parameter(name, nn.Parameter(spread(torch.ones(shape), world_size)))
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.matrix] = {"moment": [torch.ones(6), torch.ones(4)]}
+    optimizer.state[model.vector] = {"moment": [torch.ones_like(model.vector.detach())]}
+    bcp.save(path, {"model": model, "optimizer": optimizer}, options=OPTIONS)
+    optimizer.state.clear()
+    bcp.load(path, {"model": model, "optimizer": optimizer})
+    return [isinstance(optimizer.state[each]["moment"][0], DTensor) for each in model.parameters()]
+
+
+def test_moments_of_vectors_are_cut_where_those_of_matrices_are_factored(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(resume_factored_matrices, str(tmp_path), world_size=2) == [[False, True]] * 2

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
+from bytecheckpoint.formats.file_reader import FileReader
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
 NUM_TENSORS = 60
@@ -103,3 +105,28 @@ def test_requests_for_many_tensors_are_in_flight_together(write, tmp_path: Path,
     assert {name: checkpoint[name].shape for name in checkpoint} == {
         name: tuple(tensor.shape) for name, tensor in state().items()
     }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_inside_the_objects_of_dcp_take_no_requests_of_their_own(
+    tmp_path: Path, slow_reads: _SlowReads
+) -> None:
+    states = {f"o{index:02}": (torch.full((3000,), float(index)), "plain") for index in range(NUM_TENSORS)}
+    dcp.save(states, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint = bcp.open(tmp_path)
+    assert slow_reads.num_requests < NUM_TENSORS
+    assert len(checkpoint) == NUM_TENSORS
+
+
+def test_files_that_are_held_together_keep_no_blocks_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FileReader] = []
+    create = FileReader.__init__
+
+    def note(reader: FileReader, *args: Any) -> None:
+        create(reader, *args)
+        made.append(reader)
+
+    monkeypatch.setattr(FileReader, "__init__", note)
+    bcp.open(write_torch_shards(tmp_path))
+    assert len(made) > NUM_TENSORS
+    assert not any(reader._blocks for reader in made if reader.name.endswith(".bin"))

@@ -130,3 +130,24 @@ def test_a_folder_of_megatron_without_its_marker_is_read_whole(tmp_path: Path) -
     torch.save({"iteration": 4, "args": {"hidden_size": 8}}, tmp_path / "common.pt")
     checkpoint = bcp.open(tmp_path)
     assert (checkpoint.step, checkpoint.objects["args"]) == (4, {"hidden_size": 8})
+
+
+@pytest.mark.parametrize("value", [[1, 2], {"w": 1}, torch.ones(2), None])
+def test_a_file_named_as_megatrons_common_state_in_another_folder_is_left_out(tmp_path: Path, value: object) -> None:
+    write_dcp(tmp_path, finished=True)
+    if value is None:
+        (tmp_path / "common.pt").write_bytes(b"of another program")
+    else:
+        torch.save(value, tmp_path / "common.pt")
+    checkpoint = bcp.open(tmp_path)
+    assert (list(checkpoint), dict(checkpoint.objects)) == (["w"], {})
+    assert "common.pt" in checkpoint.info.metadata["left_out"]
+
+
+def test_a_trainers_root_of_steps_is_no_save_that_did_not_finish(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-500").mkdir()
+    for step, told in (("latest", "give the path of one"), (None, "is not a checkpoint")):
+        with pytest.raises(bcp.CheckpointNotFoundError, match=told) as error:
+            bcp.load(tmp_path, {}, step=step)
+        assert error.value.kind == "not_found"

@@ -364,3 +364,29 @@ def test_a_rule_that_matches_nothing_is_refused(call, tmp_path, trained, option,
     assert ended.code == 2
     assert "matches nothing in the checkpoint (near: model); nothing was written" in ended.err
     assert not (tmp_path / "new").exists()
+
+
+def test_the_optimizer_state_of_a_module_of_any_name_is_left_out_with_it(call, tmp_path) -> None:
+    model, critic = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([*model.parameters(), *critic.parameters()])
+    critic(model(torch.ones(2))).sum().backward()
+    optimizer.step()
+    for name in ("model", "actor"):
+        bcp.save(tmp_path / name, {name: model, "critic": critic, "optimizer": optimizer})
+        for excluded in (name, "critic"):
+            options = ("--exclude", f"{excluded}.*", "--overwrite", "--json")
+            ended = call("convert", tmp_path / name, tmp_path / "new", "--to", "bcp", *options)
+            assert [item["num_tensors"] for item in ended.json["left_out"]] == [2, 6]
+
+
+def test_the_optimizer_state_of_a_tied_weight_stays_while_one_of_its_names_does(call, tmp_path) -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2, bias=False), "b": torch.nn.Linear(2, 2, bias=False)})
+    model["b"].weight = model["a"].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model["b"](model["a"](torch.ones(2))).sum().backward()
+    optimizer.step()
+    bcp.save(tmp_path / "tied", {"model": model, "optimizer": optimizer, "other": torch.ones(1)})
+    for glob, num_tensors in ("model.a.*", 5), ("model.b.*", 5), ("model.*", 1):
+        options = ("--exclude", glob, "--overwrite", "--json")
+        ended = call("convert", tmp_path / "tied", tmp_path / "new", "--to", "bcp", *options)
+        assert ended.json["num_tensors"] == num_tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -279,3 +280,17 @@ def test_files_that_a_link_points_to_are_not_counted_as_deleted(call, run, tmp_p
     ended = call("keep", run, "--latest", 4, "--delete", "--json")
     assert (kept_steps(ended), ended.json["deleted_num_bytes"]) == ([1000, 1500, 2000, 2500], 0)
     assert bcp.open(tmp_path / "large")["w"][0] == 1
+
+
+def test_a_step_to_which_one_that_stays_is_a_link_stays(call, run) -> None:
+    call("convert", run / folder(500), run / folder(3000), "--to", "bcp", "--link")
+    ended = call("keep", run, "--latest", 1, "--delete", "--json")
+    assert kept_steps(ended) == [500, 3000]
+    assert ended.json["checkpoints"][0]["why"] == "step 3000 links to it"
+
+
+def test_a_link_to_a_step_that_is_gone_does_not_take_the_place_of_a_good_one(call, run) -> None:
+    call("convert", run / folder(500), run / folder(3000), "--to", "bcp", "--link")
+    shutil.rmtree(run / folder(500))
+    ended = call("keep", run, "--latest", 1, "--delete", "--json")
+    assert (kept_steps(ended), ended.json["unreadable"]) == ([2500], [f"{run}/{folder(3000)}"])

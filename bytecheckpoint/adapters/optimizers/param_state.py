@@ -209,7 +209,7 @@ class ParamState:
             was_alike = stored.dtype == self._stored.parameter_dtype(self._names) and parameter.is_floating_point()
             stored = stored._replace(dtype=dtype_name(parameter.dtype)) if was_alike else stored
         if "." in key:
-            is_factor = key in self._stored.keys_of_factors
+            is_factor = (key, parameter.dim() > 1) in self._stored.keys_of_factors
             return self._subclasses.new_part(key, stored, device, is_factor=is_factor)
         dtype = torch_dtype(stored.dtype)
         if device is None and has_no_dims:

@@ -208,15 +208,17 @@ class StoredOptimizer:
                 yield Problem("shape", fqn, text)
 
     @cached_property
-    def keys_of_factors(self) -> frozenset[str]:
+    def keys_of_factors(self) -> frozenset[tuple[str, bool]]:
         """State keys of tensors in dicts and lists that have another shape than some parameter they belong to: they are
-        like no parameter, also where the shapes agree, as those of SOAP's factors and of a square matrix do.
+        like no parameter, also where the shapes agree, as those of SOAP's factors and of a square matrix do. Each with
+        True for matrices, and False for vectors, which optimizers that factor matrices often do not factor.
         """
-        found: set[str] = set()
+        found: set[tuple[str, bool]] = set()
         for name, tensors in self._tensors.items():
             parameter = self._checkpoint.saved.get(self._source(name))
             nested = ((key, stored.shape) for key, (_, stored) in tensors.items() if "." in key and stored.shape)
-            found |= {key for key, shape in nested if parameter is not None and shape != parameter.shape}
+            if parameter is not None:
+                found |= {(key, len(parameter.shape) > 1) for key, shape in nested if shape != parameter.shape}
         return frozenset(found)
 
     def number_problems(self) -> list[Problem]:

@@ -50,7 +50,8 @@ def read_folder(source: SourceFolder) -> None:
     backend = megatron_dist.read_backend(source)
     megatron_dist.refuse_other_backends(backend, source.path, has_metadata=METADATA_NAME in source.listing)
     root = read_state(source, "")
-    source.builder.take_apart(root if backend is None else megatron_dist.with_common_state(root, source))
+    is_of_megatron = backend is not None or megatron_dist.has_common_state(source)
+    source.builder.take_apart(megatron_dist.with_common_state(root, source) if is_of_megatron else root)
 
 
 def read_state(source: SourceFolder, inside: str, *, below: str = "") -> dict[Any, Any]:
@@ -130,7 +131,7 @@ class _DcpFolder:
         one_of_each = {item.byte_length: item for item in tensors}  # the others may have the same head
         self._visit(one_of_each.values(), lambda file, item: self._place(item, "", file))
         self._visit(tensors, lambda file, item: self._place(item, "", file))
-        self._visit(metadata.objects.values(), lambda file, item: self._open_object(item, "", file))
+        self._visit(metadata.objects.values(), self._look_into_object)
 
     def _visit(self, items: Iterable[Item], visit: Callable[[FileReader, Item], object]) -> None:
         in_order = sorted(items, key=lambda item: item[:3])
@@ -239,6 +240,11 @@ class _DcpFolder:
             archive = self._archive(item, fqn, file)
             self._objects[id(item)] = archive, unpickle(archive.pickle, file.path, find_megatron_value)
         return self._objects[id(item)]
+
+    def _look_into_object(self, file: FileReader, item: Item) -> None:
+        archive, _ = self._open_object(item, "", file)
+        for _, _, (_, name) in archive.unlocated():
+            archive.locate(name, file)
 
     def _put(self, root: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
         """Puts a value into nested dicts, at the keys of its path."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from math import prod
 from typing import Any
 
+from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
 from bytecheckpoint.formats.file_reader import damaged, missing_file, not_readable
 from bytecheckpoint.formats.folder import SourceFolder
-from bytecheckpoint.formats.frameworks.dcp_metadata import METADATA_NAME
 from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
 from bytecheckpoint.formats.plain_values import SizeValue
 from bytecheckpoint.manifest import Chunk
@@ -30,14 +31,12 @@ _SHARDED_OBJECT = re.compile(r"/shard_[\d.]+_[\d.]+\Z")
 _BACKEND, _READ_BACKEND = "sharded_backend", "torch_dist"
 _MCORE, _SHAPE = "mcore_data", "nd_reformulated_orig_global_shape"
 _MAX_MARKER_BYTES = 1 << 16
+_OF_COMMON_STATE = frozenset({"args", "checkpoint_version", "content_metadata", "iteration"})
+"""Keys of which Megatron's common state has at least one."""
 
 
 def read_backend(source: SourceFolder) -> str | None:
-    """Returns the backend with which Megatron has written the folder; None if the folder is not Megatron's. A marker is
-    written last: without it, its file of common state tells.
-    """
-    if MARKER_NAME not in source.listing and {METADATA_NAME, _COMMON_FILE} <= source.files:
-        return _READ_BACKEND
+    """Returns the backend with which Megatron has written the folder, as its marker says; None without a marker."""
     if not 0 < (source.listing.get(MARKER_NAME) or 0) <= _MAX_MARKER_BYTES:
         return None
     try:
@@ -46,6 +45,18 @@ def read_backend(source: SourceFolder) -> str | None:
         return None
     backend = marker.get(_BACKEND) if isinstance(marker, dict) else None
     return backend if isinstance(backend, str) else None
+
+
+def has_common_state(source: SourceFolder) -> bool:
+    """Returns True if the folder has a file of Megatron's common state, by what is in it. A marker is written last, so
+    a folder may have this file alone; one of another program may have its name.
+    """
+    if _COMMON_FILE not in source.files:
+        return False
+    with suppress(CheckpointCorruptError, UnsafeCheckpointError):
+        value = source.beside().open(_COMMON_FILE, find_megatron_value).value
+        return isinstance(value, dict) and not _OF_COMMON_STATE.isdisjoint(value)
+    return False
 
 
 def refuse_other_backends(backend: str | None, path: str, *, has_metadata: bool) -> None:
@@ -65,12 +76,12 @@ def with_common_state(root: dict[Any, Any], source: SourceFolder) -> dict[Any, A
         key: value[0] if _SHARDED_OBJECT.search(str(key)) and type(value) is list and len(value) == 1 else value
         for key, value in root.items()
     }
-    common = state.pop(_COMMON_KEY, {})
-    if _COMMON_FILE not in source.files and not common:
+    common = state.pop(_COMMON_KEY, None)
+    if _COMMON_FILE not in source.files and common is None:
         raise missing_file(
             source.path, f"has no {_COMMON_FILE}, in which are Megatron's arguments and its iteration", "it"
         )
-    if not common:
+    if not common and _COMMON_FILE in source.files:
         saved = source.open(_COMMON_FILE, find_megatron_value)
         common = saved.plain(saved.value, "")
     if not isinstance(common, dict):

@@ -232,7 +232,9 @@ def _open(file: FileReader, *, find_global: FindGlobal) -> tuple[TorchArchive, A
         what = "it was written by torch before 1.6, or with _use_new_zipfile_serialization=False"
         raise not_readable(file.path, what, advice)
     archive = TorchArchive(file, 0, file.byte_length)
-    return archive, unpickle(archive.pickle, file.path, find_global)
+    content = archive.pickle
+    file.drop_cache()  # a checkpoint may be thousands of files, which are held together
+    return archive, unpickle(content, file.path, find_global)
 
 
 def translated(path: str, writer: str, function: Callable[..., _Found], *args: Any) -> _Found:
