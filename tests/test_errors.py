@@ -63,8 +63,9 @@ def test_what_is_raised_is_listed_and_what_is_listed_is_raised() -> None:
     listed = {(name, kind) for name, kinds in KINDS.items() for kind in kinds.split(", ")}
     raised = set(raised_kinds())
     assert raised <= listed
+    kinds_in_calls = {kind for _, kind in raised}
     # A call may take its kind from a variable, and the test cannot see which class gets it then.
-    assert {kind for _, kind in listed} == {kind for _, kind in raised}
+    assert {kind for _, kind in listed} - kinds_in_calls == {"shape"}
 
 
 def test_every_class_is_listed_by_its_name() -> None:
