@@ -305,6 +305,8 @@ class BcpStrategyMixin(Strategy):
         self._bcp_loaders.check_read_ahead(trainer.fit_loop._data_fetcher)
         self._bcp_loaders.go_on_from_ended(trainer.fit_loop._data_fetcher)
         count_batches_anew(trainer)
+        if getattr(trainer.fit_loop._data_fetcher, "batches", None):  # read ahead: all draws to begin loaders are done
+            self._bcp_restore_random()
         self._bcp_end_stop()
         if self._bcp_signals:
             root, timeout_s = trainer.default_root_dir, self.bcp_options.timeout_s

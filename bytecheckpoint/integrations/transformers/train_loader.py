@@ -92,8 +92,9 @@ class PassOrder(RngState):
         vars(loader.base_dataloader)["batch_sampler"] = _ReadBatches(batches, self, loader)
 
     def begin_read(self, number: int) -> None:
-        """Notes the random state, before the samples of the batch of this number are read. In a resumed pass, sets it
-        first to that of the save, or, for the batch that was read ahead of the save, to that of the first read.
+        """Notes the random state, before the samples of the batch of this number are read; where rank 0 reads for all,
+        before those of the first batch for a step. In a resumed pass, sets it first to that of the save, or, for the
+        batch that was read ahead of the save, to that of the first read.
         """
         if number < self._num_taken:
             return
@@ -126,13 +127,14 @@ class _ReadBatches:
         self.batches = batches
         self._order = order
         self._reads_for_all = isinstance(loader, DataLoaderDispatcher) and not loader.split_batches
-        self._draws_here = isinstance(loader, DataLoaderShard) and not loader.num_workers
+        self._draws_here = not loader.num_workers
 
     def __iter__(self) -> Iterator[Any]:
-        num_ranks = PartialState().num_processes if self._reads_for_all else 1
-        for number, batch in enumerate(itertools.islice(self.batches, self._order.num_not_skipped(num_ranks), None)):
-            if self._draws_here:
-                self._order.begin_read(number)
+        num_at_once = PartialState().num_processes if self._reads_for_all else 1
+        num_not_skipped = self._order.num_not_skipped(num_at_once)
+        for number, batch in enumerate(itertools.islice(self.batches, num_not_skipped, None), num_not_skipped):
+            if self._draws_here and number % num_at_once == 0:
+                self._order.begin_read(number // num_at_once)
             yield batch
 
     def __len__(self) -> int:

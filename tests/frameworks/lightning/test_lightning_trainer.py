@@ -112,16 +112,18 @@ def test_a_save_after_the_last_batch_of_streams_goes_on_with_the_first_batch_of_
     assert trainer.fit_loop.epoch_loop.batch_progress.current.completed == 8
 
 
-def test_an_epoch_of_combined_loaders_ends_where_it_would_have_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [4, 6], ids=["a loader begins anew in the next read", "one has begun anew"])
+def test_an_epoch_of_combined_loaders_ends_where_it_would_have_ended(tmp_path: Path, step: int) -> None:
     def combined() -> Any:
         few = {str(k): samples()[k::8] for k in range(5)}  # 5 batches, which come again until the 8 others end
         few_loader = DataLoader(bcp.data.Streams(few, rank=0, size=1, read_ahead=1), batch_size=8)
         return CombinedLoader([train_loader(), few_loader], "max_size_cycle")
 
-    whole, _ = fit(tmp_path, [each_few_steps(tmp_path, 6)], module=Pairs(), loader=combined(), max_steps=11)
-    (path,) = tmp_path.glob("*step=6.ckpt")
+    callbacks = [each_few_steps(tmp_path, step, save_top_k=-1)]
+    whole, _ = fit(tmp_path, callbacks, module=Pairs(), loader=combined(), max_steps=11)
+    (path,) = tmp_path.glob(f"*step={step}.ckpt")
     resumed, _ = fit(tmp_path, [], module=Pairs(), loader=combined(), max_steps=11, ckpt_path=path)
-    assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step >= 6}
+    assert resumed.losses == {at: loss for at, loss in whole.losses.items() if at >= step}
 
 
 def test_top_k_and_last_are_as_with_lightnings_own_saves(tmp_path: Path) -> None:

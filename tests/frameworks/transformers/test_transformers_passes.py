@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 transformers = pytest.importorskip("transformers")
 
-from frameworks.transformers.trainer_runs import Tokens, are_equal, losses, parameters, trainer  # noqa: E402
+from frameworks.transformers.trainer_runs import Masked, Tokens, are_equal, losses, parameters, trainer  # noqa: E402
 
 pytestmark = [
     pytest.mark.frameworks,
@@ -23,16 +23,6 @@ pytestmark = [
     pytest.mark.timeout(600),  # each start of a program imports torch and transformers on both ranks
 ]
 PROGRAM = Path(__file__).with_name("trainer_on_ranks.py")
-
-
-class Masked(Tokens):
-    """Tokens of which each of the three default generators replaces one."""
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = self.tokens[index].clone()
-        places = (random.randrange(6), np.random.randint(6), int(torch.randint(6, ())))  # noqa: NPY002
-        tokens[list(places)] = torch.randint(0, 40, (3,))
-        return {"input_ids": tokens, "labels": tokens}
 
 
 class WithoutLength(IterableDataset[dict[str, torch.Tensor]]):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -34,6 +36,16 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+class Masked(Tokens):
+    """Tokens of which each of the three default generators replaces one."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = self.tokens[index].clone()
+        places = (random.randrange(6), np.random.randint(6), int(torch.randint(6, ())))  # noqa: NPY002
+        tokens[list(places)] = torch.randint(0, 40, (3,))
+        return {"input_ids": tokens, "labels": tokens}
 
 
 class AtStep(TrainerCallback):
