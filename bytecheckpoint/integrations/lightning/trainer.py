@@ -227,8 +227,7 @@ class BcpStrategyMixin(Strategy):
 
     def _bcp_load(self, found: ChosenCheckpoint, *, is_fitting: bool) -> dict[str, Any]:
         """Fills the live objects; returns the checkpoint as Lightning and its hooks expect it."""
-        module = self._bcp_module()
-        extra: dict[str, Any] = {}
+        module, extra = self._bcp_module(), dict[str, Any]()
         state: dict[str, Any] = {"model": module}
         if is_fitting:
             refuse_weights_only(found)
@@ -301,11 +300,11 @@ class BcpStrategyMixin(Strategy):
         another number of batches than the `read_ahead` of its Streams.
         """
         super().on_train_start()
-        trainer = self._bcp_trainer()
-        self._bcp_loaders.check_read_ahead(trainer.fit_loop._data_fetcher)
-        self._bcp_loaders.go_on_from_ended(trainer.fit_loop._data_fetcher)
+        trainer, fetcher = self._bcp_trainer(), self._bcp_trainer().fit_loop._data_fetcher
+        self._bcp_loaders.check_read_ahead(fetcher)
+        self._bcp_loaders.go_on_from_ended(fetcher)
         count_batches_anew(trainer)
-        if getattr(trainer.fit_loop._data_fetcher, "batches", None):  # read ahead: all draws to begin loaders are done
+        if getattr(fetcher, "batches", None):  # read ahead: all draws to begin loaders are done
             self._bcp_restore_random()
         self._bcp_end_stop()
         if self._bcp_signals:
