@@ -103,7 +103,19 @@ def load(connection: Connection, setting: Setting) -> None:
         scope = NameScope(manifest, rank, setting.num_ranks, None, None, None)
         # Alone: what each rank found the others get in one small message.
         _, stored, match, _ = match_named(scope, WantedState(state, "auto", cast=False, strict=True))
-        merge_findings(SoleRank(), match, stored, state.keys(), strict=True)
+        merge_findings(
+            SoleRank(),
+            match,
+            stored,
+            state.keys(),
+            strict=True,
+            ignored=(),
+            other_name="",
+            has_experts=False,
+            sums=(),
+            sums_in_files=False,
+            foreign_format="",
+        )
         fetches = source.plan(match.shards, match.stored_fqns)
         seconds = time.process_time() - started
         wanted_bytes = sum(shard.tensor.nbytes for shard in match.shards)
