@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from counted_names import CountedName
+from counted_looks import CountedName
 
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.conversion.choice import check_choice

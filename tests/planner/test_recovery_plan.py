@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from counted_looks import CountedList
 
 from bytecheckpoint.planner.recovery_plan import StagedPart, TargetFolder, plan_recovery
 
@@ -178,18 +178,8 @@ def test_nothing_found_is_nothing_to_do() -> None:
     assert decide([], []) == ([[], []], [])
 
 
-class Walked(list[StagedPart]):
-    """Counts how often its parts are walked."""
-
-    num_walks = 0
-
-    def __iter__(self) -> Iterator[StagedPart]:
-        self.num_walks += 1
-        return super().__iter__()
-
-
 def test_the_parts_of_a_rank_are_not_walked_again_for_each_part_of_others() -> None:
-    found = [[Walked([part(rank, num_ranks=count)]) for rank in range(count)] for count in (2, 20)]
+    found = [[CountedList([part(rank, num_ranks=count)]) for rank in range(count)] for count in (2, 20)]
     for by_rank in found:
         decide(*by_rank)
     assert found[1][0].num_walks == found[0][0].num_walks

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from counted_names import CountedName
+from counted_looks import CountedName
 from optimizer_shapes import FLAT, Container
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state

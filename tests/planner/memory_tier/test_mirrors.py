@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from counted_looks import CountedList
 from hypothesis import given
 from hypothesis import strategies as st
 from planner.memory_tier.test_placement import clusters, equal_hosts
@@ -147,20 +148,10 @@ def test_with_what_is_sent_every_file_is_in_enough_domains(
     assert place_missing(places, [[5] for _ in places], {(r, 0): [] for r in range(len(places))}, 1).sent == {}
 
 
-class Walked(list[RankPlace]):
-    """Counts how often all places are walked."""
-
-    num_walks = 0
-
-    def __iter__(self) -> Iterator[RankPlace]:
-        self.num_walks += 1
-        return super().__iter__()
-
-
 def test_the_places_are_not_walked_for_each_file_that_lacks_a_copy() -> None:
     num_walks = []
     for num_hosts in (4, 40):
-        places = Walked(RankPlace(f"host{rank}", None) for rank in range(num_hosts))
+        places = CountedList(RankPlace(f"host{rank}", None) for rank in range(num_hosts))
         mirrors = {(rank, 0): [(rank + 1) % num_hosts] for rank in range(num_hosts)}
         assert len(place_missing(places, [[5]] * num_hosts, mirrors, 3).sent) == num_hosts
         num_walks.append(places.num_walks)
