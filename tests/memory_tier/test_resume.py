@@ -165,6 +165,33 @@ def test_a_damaged_version_gives_way_to_the_one_before(tmp_path: Path, root: Pat
     check_resumed(tmp_path, root, 1)
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_the_next_save_leaves_what_training_went_on_from_until_it_is_complete(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, restarts: bool
+) -> None:
+    """It takes the slot of the damaged version, although that one is newer."""
+    first, second = (
+        bcp.save(root, state_of(step), step=step, options=options(tmp_path), to="memory").result() for step in (1, 2)
+    )
+    assert damage(tmp_path, second.save_id) == 1
+    if restarts:
+        for memory in process_state().memories.values():
+            memory.close()
+        monkeypatch.setattr(process_state(), "memories", {})
+    check_resumed(tmp_path, root, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JobMemory, "fill", fail)
+        with pytest.raises(bcp.CheckpointError):
+            bcp.save(root, state_of(3), step=3, options=options(tmp_path), to="memory")
+    ((job, _),) = find_jobs(str(tmp_path / "memory"))
+    assert first.save_id in {slot.save_id for slot in slot_file.scan(job.slots)}
+    check_resumed(tmp_path, root, 1)
+
+
+def fail(*_: object, **__: object) -> None:
+    raise OSError(5, "the test")
+
+
 @pytest.mark.parametrize("name", ["0" * 16, "f" * 16])
 def test_the_good_one_of_two_slots_of_a_host_with_the_same_file_is_read(tmp_path: Path, root: Path, name: str) -> None:
     for step in (1, 2):
