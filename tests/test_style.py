@@ -53,9 +53,9 @@ NO_TORCH = {"errors", "region", "dtypes", "runtime", "manifest", "options", "inf
 MAY_START_THREADS = {
     "bytecheckpoint/runtime/threads.py",  # the threads that all others share
     "bytecheckpoint/conversion/stream.py",  # reads windows one after another
-    "bytecheckpoint/distributed/transfer.py",  # bounds them, and lowers their priority for good
+    # bounds them against connections of unknown processes
+    "bytecheckpoint/distributed/liveness/connected_threads.py",
     "bytecheckpoint/integrations/lightning/saves.py",  # acts in the order of the saves
-    "bytecheckpoint/loading/exchange.py",  # bounds them against connections of unknown processes
     "bytecheckpoint/manager/after_commit/retried_work.py",  # lives as long as the manager, with a lower priority
     "bytecheckpoint/manager/agreement/stopping.py",  # lives as long as the manager
     "bytecheckpoint/memory/host_mapping.py",  # the error of the CUDA runtime ends with its thread

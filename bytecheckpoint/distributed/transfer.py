@@ -5,20 +5,18 @@ first failure ends what a rank has under way. It does not know what the bytes ar
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from bytecheckpoint.distributed.connection import Connection, PeerLeftError
-from bytecheckpoint.distributed.failures import no_thread
-from bytecheckpoint.distributed.liveness.failure_watch import watching
+from bytecheckpoint.distributed.liveness.connected_threads import ConnectedThreads
 from bytecheckpoint.distributed.ranks import Ranks
-from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Address, Listener, connect
+from bytecheckpoint.distributed.rendezvous import Address, Listener
 from bytecheckpoint.distributed.wire import HEADER, WireHeader, check_digest, damaged, seal, with_digest, without_digest
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.runtime.thread_priority import lower_priority
@@ -75,34 +73,29 @@ def transfer(
     if not takers and not fetches:
         return
     try:
-        _Transfer(ranks, offered, timeout_s).run(listener, takers, fetches)
+        num_peers = len(takers) + len(fetches)
+        _Transfer(ranks, offered, timeout_s, num_peers=num_peers).run(listener, takers, fetches)
     except PeerLeftError:
         ranks.barrier()  # raises the error of the rank that failed
         raise
 
 
-class _Transfer:
-    """The connections and threads of one rank."""
+class _Transfer(ConnectedThreads):
+    """The part of one rank."""
 
-    def __init__(self, ranks: Ranks, offered: Sequence[memoryview], timeout_s: float) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, offered: Sequence[memoryview], timeout_s: float, *, num_peers: int) -> None:
+        use = "one is taken for each rank that bytes are fetched from or sent to: raise the limit"
+        # With a lower priority, which a shared thread would keep.
+        super().__init__(ranks, num_peers, "bcp-copies", use, initializer=lower_priority)
         self._offered = offered
         self._timeout_s = timeout_s
-        self._inbound: list[Connection] = []
-        self._outbound: list[Connection] = []
-        self._errors: list[BaseException] = []
-        self._is_over, self._is_interrupted = threading.Event(), threading.Event()
-        self._futures: list[Future[None]] = []
 
     def run(self, listener: Listener, takers: Sequence[int], fetches: Sequence[Fetching]) -> None:
-        """Serves the takers and carries out the fetches. Raises as `_end`."""
-        num_threads = len(takers) + len(fetches) + 2 * MAX_UNAUTHENTICATED
-        # Threads of its own: so many and no more, and with a lower priority, which a shared thread would keep.
-        self._pool = ThreadPoolExecutor(num_threads, "bcp-copies", initializer=lower_priority)
+        """Serves the takers and carries out the fetches. Raises the first error of any thread."""
         peers = {rank: self._ranks.global_ranks[rank] for rank in takers}
         unstarted = [*fetches]
         try:
-            with self._failing_together(), watching(self._ranks, self._fail):
+            with self._failing_together(), self._watching():
                 while unstarted:
                     self._start(self._fetch, unstarted[0])
                     del unstarted[0]
@@ -118,19 +111,11 @@ class _Transfer:
                 with suppress(PeerLeftError, CheckpointError, OSError):
                     self._fetch(fetch, limit_s=_TELL_S)
             try:
-                self._end()
+                self._close(_TELL_S)
+                for error in self._errors[:1]:  # the others are of threads that were interrupted for it
+                    raise error
             finally:
                 listener.close()  # so that no rank waits for an answer of it
-
-    def _start(self, do: Callable[..., None], *arguments: object) -> None:
-        """Calls `do` on a thread. Raises CheckpointError (rank_failed) if there can be no more threads."""
-        try:
-            self._futures.append(self._pool.submit(self._failing_together()(do), *arguments))
-        except CheckpointError:  # raised by a signal handler
-            raise
-        except RuntimeError as error:
-            use = "one is taken for each rank that bytes are fetched from or sent to: raise the limit"
-            raise no_thread(error, use) from error
 
     def _admit(self, connection: Connection, message: bytes) -> Callable[[], None]:
         self._outbound.append(connection)
@@ -148,54 +133,23 @@ class _Transfer:
         connection.check_peer(self._timeout_s)  # until it has them all
 
     def _fetch(self, fetch: Fetching, limit_s: float = math.inf) -> None:
-        reader = self._ranks.global_ranks[fetch.rank]
-        connection = connect(
-            reader,
-            fetch.address,
-            self._ranks.rank,
-            with_digest(msgspec.msgpack.encode(fetch.pieces)),
-            timeout_s=min(self._timeout_s, limit_s),
-            on_open=self._inbound.append,
-            is_over=self._is_interrupted,
-        )
+        request, timeout_s = with_digest(msgspec.msgpack.encode(fetch.pieces)), min(self._timeout_s, limit_s)
+        connection = self._connection_to(fetch.rank, fetch.address, request, timeout_s=timeout_s)
         if self._is_over.is_set():  # the other rank waits, and sees now that this one leaves
             connection.interrupt()
             raise PeerLeftError
         for piece in fetch.pieces:
             header = connection.receive_header()
             if (header.file, header.byte_offset, header.byte_length) != piece:
-                raise damaged(f"a piece of the memory of rank {reader}, or its header, was")
+                raise damaged(f"a piece of the memory of rank {connection.global_rank}, or its header, was")
             memory = fetch.memory(piece)
             connection.receive_into(memory)
-            check_digest(header, [memory], reader=reader, wanted_by="a copy")
+            check_digest(header, [memory], reader=connection.global_rank, wanted_by="a copy")
             fetch.take(piece, memory)
         connection.send_ack()
 
-    @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    def _fail(self, error: BaseException) -> None:
-        """Notes the error and interrupts the connections of this rank, except those that are still being opened."""
-        self._errors.append(error)
-        self._is_over.set()
+    def _stop(self) -> None:
+        """Interrupts the connections of this rank, except those that are still being opened."""
         for connection in (*self._inbound, *self._outbound):
             if connection.is_established or connection in self._outbound:
                 connection.interrupt()
-
-    def _end(self) -> None:
-        """Waits until nothing is under way, and raises the first error, a PeerLeftError only if all are."""
-        if self._errors:
-            wait(self._futures, timeout=_TELL_S)
-            self._is_interrupted.set()
-            for connection in (*self._inbound, *self._outbound):
-                connection.interrupt()
-        self._pool.shutdown()
-        for connection in (*self._inbound, *self._outbound):
-            connection.close()
-        if self._errors:
-            raise self._errors[0]  # the others are of threads that were interrupted for it

@@ -8,10 +8,9 @@ help of other hosts, so every unit that is sent arrives, and makes room for the 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import chain
@@ -20,11 +19,11 @@ import msgspec
 
 from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.connection import GRACE_S, Activity, Connection, PeerLeftError
-from bytecheckpoint.distributed.failures import no_thread, shown_ranks
+from bytecheckpoint.distributed.failures import shown_ranks
 from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S
-from bytecheckpoint.distributed.liveness.failure_watch import watching
+from bytecheckpoint.distributed.liveness.connected_threads import ConnectedThreads
 from bytecheckpoint.distributed.ranks import Ranks
-from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Listener, connect
+from bytecheckpoint.distributed.rendezvous import Listener
 from bytecheckpoint.distributed.same_host.host_ranks import HostRanks, meet_on_host
 from bytecheckpoint.distributed.wire import OutgoingUnit, damaged, decode_request, encode_request, view_pieces
 from bytecheckpoint.errors import CheckpointError
@@ -105,7 +104,7 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
     )
 
 
-class _Exchange:
+class _Exchange(ConnectedThreads):
     """The connections, threads and memory of one load on one rank. `run` is called once."""
 
     def __init__(
@@ -120,28 +119,21 @@ class _Exchange:
         assigned: ReadAssignment,
         lanes: CopyStreams,
     ) -> None:
+        num_threads = len(assigned.addresses) + len(assigned.share.peers) + NUM_THREADS
+        use = "the exchange takes one for each rank that this one is connected to: raise the limit, or load with "
+        super().__init__(ranks, num_threads, "bcp-exchange", f'{use}LoadOptions(exchange="off")')
         copy_bytes = source.options.scratch_bytes // 16
         self._targets = targets
         self._receiver = Receiver(source, match, targets, scratch_bytes=copy_bytes)
         self._outgoing = ByteBudget(copy_bytes)
         """For pieces that are put together for other hosts."""
-        self._ranks = ranks
         self._source = source
         self._stored_fqns = match.stored_fqns
         self._assigned = assigned
         self._lanes = lanes
         self._activity = Activity()
-        self._inbound: list[Connection] = []
-        """Connections to reader ranks, also those that are not established yet."""
-        self._outbound: list[Connection] = []
         self._requests: dict[tuple[int, int], dict[tuple[ByteRange, ...], list[Connection]]] = {}
         """The pieces of each unit, by its file and byte offset, with the peers that asked for them."""
-        self._errors: list[BaseException] = []
-        """Errors of all threads, in the order in which they were raised."""
-        self._is_over = threading.Event()
-        """Set with the first error."""
-        self._is_interrupted = threading.Event()
-        """Set when no more connections to reader ranks are to be made."""
         self._untold = {*assigned.addresses}
         """Reader ranks that wait for this one to connect, and to which it has not begun to, or could not."""
         self._relays: list[Future[object]] = []
@@ -157,10 +149,6 @@ class _Exchange:
             global_ranks=ranks.global_ranks,
             limits=WaitLimits(timeout_s, timeout_s + min(timeout_s, MAX_GRACE_S), assigned.heartbeat_s),
         )
-        num_threads = len(assigned.addresses) + len(assigned.share.peers) + 2 * MAX_UNAUTHENTICATED + NUM_THREADS
-        # Threads of its own, so many and no more: connections of unknown processes must not start others.
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bcp-exchange")
-        self._futures: list[Future[object]] = []
 
     def run(
         self, listener: Listener, divide: Callable[..., DividedPlan], common: Mapping[tuple[int, int], memoryview]
@@ -173,7 +161,7 @@ class _Exchange:
         timeout_s = self._source.options.timeout_s
         try:
             # The starts are in the block too: threads may have run out, and a signal may interrupt the wait.
-            with self._failing_together(), watching(self._ranks, self._fail):
+            with self._failing_together(), self._watching():
                 plan = divide(unit_bytes=self._assigned.unit_bytes)
                 self._source.begin_reading([*plan.shared, *plan.alone])
                 self._host.ask(plan.received)
@@ -198,17 +186,6 @@ class _Exchange:
         finally:
             self._end()
         return plan
-
-    def _start(self, do: Callable[..., object], *arguments: object) -> Future[object]:
-        """Calls `do` on a thread. Raises CheckpointError (rank_failed) if there can be no more threads."""
-        try:
-            self._futures.append(self._pool.submit(self._failing_together()(do), *arguments))
-        except CheckpointError:  # raised by a signal handler
-            raise
-        except RuntimeError as error:
-            use = "the exchange takes one for each rank that this one is connected to"
-            raise no_thread(error, f'{use}: raise the limit, or load with LoadOptions(exchange="off")') from error
-        return self._futures[-1]
 
     def _admit(self, connection: Connection, message: bytes) -> Callable[[], None]:
         """Notes what a peer asks for, and returns the function that sends it."""
@@ -320,15 +297,7 @@ class _Exchange:
         """
         self._untold.discard(reader)
         try:
-            connection = connect(
-                self._ranks.global_ranks[reader],
-                self._assigned.addresses[reader],
-                self._ranks.rank,
-                request,
-                timeout_s=timeout_s,
-                on_open=self._inbound.append,
-                is_over=self._is_interrupted,
-            )
+            connection = self._connection_to(reader, self._assigned.addresses[reader], request, timeout_s=timeout_s)
         except OSError:  # of this rank, as where it has no descriptor left: the reader rank waits as before
             self._untold.add(reader)
             raise
@@ -337,27 +306,11 @@ class _Exchange:
             raise PeerLeftError
         return connection
 
-    @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """Runs a block. The first error in any such block, on any thread, ends everything that is under way in this
-        exchange; peers are sent DISCONNECT.
-        """
-        try:
-            yield
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    def _fail(self, error: BaseException) -> None:
-        self._errors.append(error)
-        self._is_over.set()
-        self._stop()
-
     def _stop(self) -> None:
         """Ends all waits of other threads. May be called several times."""
         self._host_ranks.leave(is_silent=self._is_silent())
         if self._is_silent():
-            self._interrupt_all()
+            self._interrupt()
         for memory in (self._receiver.scratch, self._outgoing, *self._arenas):
             memory.break_off(PeerLeftError)
         self._host.stop()
@@ -367,11 +320,6 @@ class _Exchange:
     def _is_silent(self) -> bool:
         """Returns True if the first error is no Exception, as an interrupt: then nothing is sent to other ranks."""
         return any(not isinstance(error, Exception) for error in self._errors[:1])
-
-    def _interrupt_all(self) -> None:
-        self._is_interrupted.set()
-        for connection in (*self._inbound, *self._outbound):
-            connection.interrupt()
 
     def _tell(self, connect_to_reader: Callable[[], object]) -> None:
         """Connects to a reader rank that waits for this one, on a thread or, if there can be none, on this one."""
@@ -387,14 +335,8 @@ class _Exchange:
             for reader in [] if self._is_interrupted.is_set() else [*self._untold]:
                 self._tell(partial(self._connect, reader, encode_request({}), timeout_s=_TELL_S))
             wait(self._relays, timeout=_TELL_S)
-            wait(self._futures, timeout=GRACE_S)
-            self._interrupt_all()
-        self._pool.shutdown()
-        for connection in (*self._inbound, *self._outbound):
-            connection.close()
-        if not self._errors:
-            return
-        error = self._errors[0]
-        if isinstance(error, CheckpointError) and error.kind == "rank_missing":
-            time.sleep(min(GRACE_S, self._source.options.timeout_s))  # the error of the lost rank says more
-        raise error
+        self._close(GRACE_S)
+        for error in self._errors[:1]:
+            if isinstance(error, CheckpointError) and error.kind == "rank_missing":
+                time.sleep(min(GRACE_S, self._source.options.timeout_s))  # the error of the lost rank says more
+            raise error

@@ -27,6 +27,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import bytecheckpoint as bcp
 from bytecheckpoint import phases
+from bytecheckpoint.distributed.liveness import connected_threads
 from bytecheckpoint.loading import exchange as exchange_module
 from bytecheckpoint.loading import receive
 from bytecheckpoint.loading.between_ranks.host_exchange import HostExchange
@@ -203,7 +204,7 @@ FAILURES: dict[str, Seam] = {
     "passing on": Seam(HostExchange, "announce"),
     "taking": Seam(HostExchange, "_take"),
     "packing": Seam(exchange_module, "OutgoingUnit"),
-    "connecting": Seam(exchange_module, "connect"),
+    "connecting": Seam(connected_threads, "connect"),
     "placing": Seam(receive, "check_digest"),
     "dividing": Seam(exchange_module, "divide_plan"),
 }
@@ -404,7 +405,7 @@ def fails_before_it_has_connected(rank: int, world_size: int, path: str) -> tupl
         stack.enter_context(on_host(rank))
         if rank == 1:
             stack.enter_context(after(Seam(exchange_module._Exchange, "_stop"), failed.set))
-            stack.enter_context(before(Seam(exchange_module, "connect"), lambda: failed.wait(60)))
+            stack.enter_context(before(Seam(connected_threads, "connect"), lambda: failed.wait(60)))
             refusal = bcp.StorageError("you may not", kind="permission")
             stack.enter_context(before(Seam(Source, "run"), raising(refusal)))
         stack.enter_context(before_end(lambda errors: first_errors.extend(map(type, errors[:1]))))
@@ -466,7 +467,7 @@ def cannot_connect_at_first(rank: int, world_size: int, path: str) -> tuple[Seen
     with (
         read_by_rank_0(rank),
         on_host(rank),
-        before(Seam(exchange_module, "connect"), fail_once),
+        before(Seam(connected_threads, "connect"), fail_once),
         before_end(lambda errors: first_errors.extend(map(type, errors[:1]))),
     ):
         error = seen(lambda: bcp.load(path, state, options=bcp.LoadOptions(exchange="on", timeout_s=30)))

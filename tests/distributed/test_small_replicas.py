@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint.loading import exchange as exchange_module
+from bytecheckpoint.distributed.liveness import connected_threads
 from bytecheckpoint.loading import receive
 from bytecheckpoint.planner import deduplicate, read_division, save_plan
 from bytecheckpoint.runtime import progress
@@ -152,7 +152,7 @@ def load_in_common(
     options = bcp.LoadOptions(exchange="on", timeout_s=60, verify=is_verified)
     with (
         pytest.MonkeyPatch.context() as patch,
-        before(Seam(exchange_module, "connect"), raising(AssertionError())),
+        before(Seam(connected_threads, "connect"), raising(AssertionError())),
     ):
         patch.setattr(read_division, "FEW_RANKS", 2)
         if rank == damages_on:

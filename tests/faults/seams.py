@@ -21,6 +21,7 @@ import torch
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters import containers
 from bytecheckpoint.distributed import rendezvous
+from bytecheckpoint.distributed.liveness import connected_threads
 from bytecheckpoint.loading import exchange, name_scope, open_checkpoint, read, receive
 from bytecheckpoint.loading.between_ranks.host_exchange import HostExchange
 from bytecheckpoint.saving import commit, global_plan, local_stage, prepare, report, target, upload, write
@@ -83,7 +84,7 @@ EXCHANGE_PHASES = {
 }
 """Of a load whose ranks exchange what they read, in the memory of their host."""
 SOCKET_PHASES = {
-    "connecting": Seam(exchange, "connect"),
+    "connecting": Seam(connected_threads, "connect"),
     "letting in": Seam(rendezvous.Listener, "accept"),
     "sending": Seam(exchange, "OutgoingUnit"),
     "taking in": Seam(receive, "check_digest"),

@@ -20,11 +20,12 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from faults.seams import SAVE_PHASES, before, raising
+from faults.seams import SAVE_PHASES, Seam, before, raising
 
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed import transfer
 from bytecheckpoint.distributed.connection import missing_error
+from bytecheckpoint.distributed.liveness import connected_threads
 from bytecheckpoint.memory_tier import pieces
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.staging.copy_slots import CopySlots, scan_copies
@@ -412,8 +413,8 @@ def test_an_error_of_copies_with_which_the_save_ends_is_raised_once(workers: Wor
     assert workers.run(save_to_full_memory, tmp_path, world_size=2) == ["storage"] * 2
 
 
-def save_and_die(rank: int, world_size: int, folder: Path, dying_at: str) -> tuple[str, str, tuple[int, ...], str]:
-    """Rank 1 dies when it calls this function of the module `transfer`."""
+def save_and_die(rank: int, world_size: int, folder: Path, dying_at: Seam) -> tuple[str, str, tuple[int, ...], str]:
+    """Rank 1 dies when it calls this function."""
 
     def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -423,7 +424,7 @@ def save_and_die(rank: int, world_size: int, folder: Path, dying_at: str) -> tup
         given = replace(options(folder, rank, 1), timeout_s=90)
         bcp.save(folder / "ckpt", state_of(rank, 1), step=1, options=given, to="memory")
         if rank == 1:
-            patch.setattr(transfer, dying_at, die)
+            patch.setattr(dying_at.owner, dying_at.name, die)
         handle = bcp.save(folder / "ckpt", state_of(rank, 2), step=2, async_save=True, options=given, to="memory")
         tier = handle.held("process").tier
         with pytest.raises(bcp.CheckpointError) as raised:
@@ -434,9 +435,9 @@ def save_and_die(rank: int, world_size: int, folder: Path, dying_at: str) -> tup
     return tier, raised.value.kind, raised.value.ranks, tier_after
 
 
-@pytest.mark.parametrize("dying_at", ["connect", "check_digest"])
+@pytest.mark.parametrize("dying_at", [Seam(connected_threads, "connect"), Seam(transfer, "check_digest")], ids=str)
 def test_a_peer_that_dies_is_named_at_once_and_what_the_process_holds_stays(
-    workers: WorkerPool, tmp_path: Path, dying_at: str
+    workers: WorkerPool, tmp_path: Path, dying_at: Seam
 ) -> None:
     started = time.monotonic()
     first, second, third = workers.run_each(save_and_die, tmp_path, dying_at, world_size=3)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
-from bytecheckpoint.distributed import transfer
+from bytecheckpoint.distributed.liveness import connected_threads
 from bytecheckpoint.memory_tier import rebuild
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.staging.copy_slots import scan_copies
@@ -214,7 +214,7 @@ def resume_failing(rank: int, world_size: int, folder: Path, hosts: list[int], f
 @pytest.mark.parametrize(
     ("failing", "how", "kind"),
     [
-        (Seam(transfer, "connect"), "dies", "rank_missing"),
+        (Seam(connected_threads, "connect"), "dies", "rank_missing"),
         (Seam(rebuild._Rebuild, "fetches"), "raises", "rank_failed"),
         (Seam(rebuild._Rebuild, "keep"), "dies", "rank_missing"),
         (Seam(rebuild._Rebuild, "keep"), "raises", "rank_failed"),

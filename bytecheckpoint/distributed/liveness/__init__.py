@@ -1,1 +1,1 @@
-"""Watches whether the processes of other ranks have ended, as far as kernels tell."""
+"""Notices that other ranks have ended or failed: by what kernels tell of their processes, or by the call itself."""
