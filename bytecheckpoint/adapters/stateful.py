@@ -17,12 +17,7 @@ import torch
 from bytecheckpoint.adapters.checkpoint_view import PER_RANK_NAME, CheckpointView, StoredTree
 from bytecheckpoint.adapters.data.stateful_loaders import count_once
 from bytecheckpoint.adapters.data.stream_wire import ONLY_FOR_LOADERS, is_stream_tree
-from bytecheckpoint.adapters.expectation import (
-    EntryContents,
-    Expectation,
-    Problem,
-    not_stored,
-)
+from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Problem, not_stored
 from bytecheckpoint.adapters.key_map import SortedNames
 from bytecheckpoint.adapters.native.subclass_flatten import enclosing, subclasses_in
 from bytecheckpoint.adapters.native.subclass_match import refusals

@@ -9,14 +9,7 @@ from typing import Any, TypeGuard
 import torch
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, StoredTree, placeholder
-from bytecheckpoint.adapters.expectation import (
-    EntryContents,
-    Expectation,
-    Problem,
-    RankMissing,
-    Scope,
-    rank_missing,
-)
+from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Problem, RankMissing, Scope, rank_missing
 from bytecheckpoint.adapters.native.subclass_flatten import enclosing, is_facts, outer_fqn, restored
 from bytecheckpoint.adapters.native.subclass_match import partly_taken, unbuildable
 from bytecheckpoint.adapters.native.subclass_metadata import FACTS

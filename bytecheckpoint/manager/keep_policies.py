@@ -29,17 +29,7 @@ from bytecheckpoint.manager.policy_arguments import (
 )
 from bytecheckpoint.manager.step_info import StepInfo
 
-__all__ = [
-    "All",
-    "Best",
-    "EverySeconds",
-    "EverySteps",
-    "KeepPolicy",
-    "Latest",
-    "Steps",
-    "When",
-    "Within",
-]
+__all__ = ["All", "Best", "EverySeconds", "EverySteps", "KeepPolicy", "Latest", "Steps", "When", "Within"]
 
 
 class KeepPolicy(Protocol):

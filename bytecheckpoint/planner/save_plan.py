@@ -15,13 +15,7 @@ import numpy as np
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.planner.deduplicate import Replica, assign_writers, is_small, merge_aliases
 from bytecheckpoint.planner.grid_shards import GridShards, find_grid_shards
-from bytecheckpoint.planner.memory_tier.mirrors import (
-    Mirroring,
-    MirrorPlan,
-    ReplicatedChunk,
-    in_order,
-    plan_mirrors,
-)
+from bytecheckpoint.planner.memory_tier.mirrors import Mirroring, MirrorPlan, ReplicatedChunk, in_order, plan_mirrors
 from bytecheckpoint.planner.shard_owners import Holders, RegionOwners, TensorItems, collect_items, find_owners
 from bytecheckpoint.planner.write_items import ItemRegion, ItemTable, PackedItems, unpack_items
 from bytecheckpoint.region import Region, part_of_grid

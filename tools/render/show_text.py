@@ -15,16 +15,7 @@ from ..analysis.save_layout import compression_of, first_chunks, writers_of
 from ..analysis.summary import ManifestSummary, TensorEntry
 from ..arguments import Opened
 from .chunk_map import MAX_COLUMNS, MAX_ROWS, NUM_LETTERS, axes_text, letter_of, lines_of, map_chunks
-from .number_format import (
-    age_text,
-    count_text,
-    number_text,
-    shape_text,
-    short_count,
-    shortened,
-    size_text,
-    time_text,
-)
+from .number_format import age_text, count_text, number_text, shape_text, short_count, shortened, size_text, time_text
 from .terminal import LAST_DROP, Column, Screen, TableShape
 
 if TYPE_CHECKING:

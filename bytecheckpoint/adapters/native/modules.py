@@ -24,13 +24,7 @@ from bytecheckpoint.adapters.frameworks.flat_parameters import (
     NamedPart,
     merged,
 )
-from bytecheckpoint.adapters.native.module_parts import (
-    EXTRA_STATE,
-    ModulePart,
-    is_data,
-    is_extra_state,
-    part_of,
-)
+from bytecheckpoint.adapters.native.module_parts import EXTRA_STATE, ModulePart, is_data, is_extra_state, part_of
 from bytecheckpoint.adapters.native.module_walk import Stage, materialize
 from bytecheckpoint.adapters.native.subclass_flatten import flat_parts, is_facts, is_subclass, tied_subclasses
 from bytecheckpoint.adapters.native.subclass_match import Refusals, refusals

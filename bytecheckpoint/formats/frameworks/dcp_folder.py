@@ -10,14 +10,7 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats import strided_views
-from bytecheckpoint.formats.file_reader import (
-    FileReader,
-    checked_name,
-    damaged,
-    not_readable,
-    too_much,
-    visit_places,
-)
+from bytecheckpoint.formats.file_reader import FileReader, checked_name, damaged, not_readable, too_much, visit_places
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks import megatron_dist
 from bytecheckpoint.formats.frameworks.dcp_metadata import METADATA_NAME, DcpTensor, Item, Metadata, read_metadata

@@ -18,11 +18,4 @@ from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
 FileSystemReader, FileSystemWriter = BcpStorageReader, BcpStorageWriter
 """The names of torch, for programs in which only the import was changed."""
 
-__all__ = [
-    "AgreedStop",
-    "BcpStorageReader",
-    "BcpStorageWriter",
-    "async_save",
-    "load",
-    "save",
-]
+__all__ = ["AgreedStop", "BcpStorageReader", "BcpStorageWriter", "async_save", "load", "save"]

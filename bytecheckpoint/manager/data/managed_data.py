@@ -17,13 +17,7 @@ from bytecheckpoint.info import LoggedData
 from bytecheckpoint.manager import abandoned_steps
 from bytecheckpoint.manager.after_commit.step_marks import refuse_read_only
 from bytecheckpoint.manager.agreement.decisions import Decisions
-from bytecheckpoint.manager.data.log_objects import (
-    LoggedNames,
-    LogRecord,
-    branches,
-    logged_steps,
-    read_records,
-)
+from bytecheckpoint.manager.data.log_objects import LoggedNames, LogRecord, branches, logged_steps, read_records
 from bytecheckpoint.manager.data.log_writer import LogWriter
 from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves
 from bytecheckpoint.options import LoadOptions
