@@ -129,14 +129,19 @@ class Listener:
             if rank not in awaited:
                 connected.close()
                 return
-            # Longer than a peer waits for its reader ranks: if another of them holds the peer up, that one is stuck,
-            # not the peer. A reader rank that a peer holds up sends heartbeats.
-            connection = Connection(connected, awaited[rank], timeout_s + min(timeout_s, MAX_GRACE_S))
+            connection = Connection(connected, awaited[rank], taking_timeout(timeout_s))
             serve_peer = admit(connection, bytes(request))
             del awaited[rank]
             if not awaited:
                 interrupt(self._socket)
         serve_peer()
+
+
+def taking_timeout(timeout_s: float) -> float:
+    """Returns the time that a rank has to take what it asked for. Longer than it waits itself: if another reader rank
+    holds it up, that one is stuck. A reader rank that is held up so sends heartbeats.
+    """
+    return timeout_s + min(timeout_s, MAX_GRACE_S)
 
 
 def connect(

@@ -20,7 +20,6 @@ import msgspec
 from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.connection import GRACE_S, Activity, Connection, PeerLeftError
 from bytecheckpoint.distributed.failures import shown_ranks
-from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S
 from bytecheckpoint.distributed.liveness.connected_threads import ConnectedThreads
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import Listener
@@ -28,7 +27,7 @@ from bytecheckpoint.distributed.same_host.host_ranks import HostRanks, meet_on_h
 from bytecheckpoint.distributed.wire import OutgoingUnit, damaged, decode_request, encode_request, view_pieces
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.between_ranks.assignment import LocalReadPlan, ReadAssignment, assign, decode_assignment
-from bytecheckpoint.loading.between_ranks.host_exchange import NUM_THREADS, HostExchange, WaitLimits, divide_memory
+from bytecheckpoint.loading.between_ranks.host_exchange import NUM_THREADS, HostExchange
 from bytecheckpoint.loading.match import Match
 from bytecheckpoint.loading.read import Source, Traffic
 from bytecheckpoint.loading.receive import Receiver, pieces_of, read_common, united
@@ -37,7 +36,7 @@ from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.planner.byte_ranges import ByteRange, names_in
 from bytecheckpoint.planner.exchange_plan import DividedPlan, Extents, divide_plan, wanted_runs
-from bytecheckpoint.runtime.buffers import ArenaPart, ByteBudget
+from bytecheckpoint.runtime.buffers import Arena, ArenaPart, ByteBudget
 from bytecheckpoint.storage.range_reader import ALIGNMENT
 
 _TELL_S = 10.0
@@ -138,8 +137,10 @@ class _Exchange(ConnectedThreads):
         """Reader ranks that wait for this one to connect, and to which it has not begun to, or could not."""
         self._relays: list[Future[object]] = []
         self._host_ranks = host_ranks
-        self._arenas = divide_memory(host_ranks, read_bytes)
-        timeout_s = source.options.timeout_s
+        parts = range(read_bytes), range(read_bytes, host_ranks.content.nbytes)
+        arenas = [Arena(host_ranks.content, part, max_parts=host_ranks.max_parts_of_arena) for part in parts]
+        # Two, because two hosts could wait for one another if the memory of each was full of what the other waits for.
+        self._read_arena, self._received_arena = arenas
         self._host = HostExchange(
             host_ranks,
             self._receiver,
@@ -147,7 +148,8 @@ class _Exchange(ConnectedThreads):
             self._is_over,
             takers=assigned.share.takers,
             global_ranks=ranks.global_ranks,
-            limits=WaitLimits(timeout_s, timeout_s + min(timeout_s, MAX_GRACE_S), assigned.heartbeat_s),
+            timeout_s=source.options.timeout_s,
+            heartbeat_s=assigned.heartbeat_s,
         )
 
     def run(
@@ -178,7 +180,7 @@ class _Exchange(ConnectedThreads):
                 if self._requests:
                     raise damaged(f"what was asked for of {len(self._requests)} units that this rank does not read was")
                 alone = map(self._noted, self._source.with_targets(plan.alone, self._targets, self._stored_fqns))
-                break_off = partial(self._arenas.read.break_off, PeerLeftError)
+                break_off = partial(self._read_arena.break_off, PeerLeftError)
                 self._source.run([*passed_on, *alone], self._lanes, break_off)
                 wait(self._relays, return_when=FIRST_EXCEPTION)
                 self._host.end_serving()
@@ -208,7 +210,7 @@ class _Exchange(ConnectedThreads):
         @contextmanager
         def target() -> Iterator[memoryview]:
             # Bytes that are aligned in the file are aligned in memory.
-            parts.append(self._arenas.read.take(read.byte_length, lead_bytes=read.byte_offset % ALIGNMENT))
+            parts.append(self._read_arena.take(read.byte_length, lead_bytes=read.byte_offset % ALIGNMENT))
             yield parts[0].content
 
         def place(_: memoryview) -> None:
@@ -285,7 +287,7 @@ class _Exchange(ConnectedThreads):
                     f"(file {header.file}, byte {header.byte_offset}), were"
                 )
             fetch, pieces = awaited.pop((header.file, header.byte_offset))
-            part = self._arenas.received.take(fetch.byte_length, lead_bytes=fetch.byte_offset % ALIGNMENT)
+            part = self._received_arena.take(fetch.byte_length, lead_bytes=fetch.byte_offset % ALIGNMENT)
             self._receiver.receive(connection, header, fetch, pieces=pieces, content=part.content)
             self._pass_on(fetch, part, {})
         if not awaited:
@@ -311,7 +313,7 @@ class _Exchange(ConnectedThreads):
         self._host_ranks.leave(is_silent=self._is_silent())
         if self._is_silent():
             self._interrupt()
-        for memory in (self._receiver.scratch, self._outgoing, *self._arenas):
+        for memory in (self._receiver.scratch, self._outgoing, self._read_arena, self._received_arena):
             memory.break_off(PeerLeftError)
         self._host.stop()
         for connection in [each for each in self._inbound if each.is_established]:

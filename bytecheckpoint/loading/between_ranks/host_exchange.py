@@ -10,16 +10,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from bytecheckpoint.distributed.connection import Activity, PeerLeftError, missing_error
+from bytecheckpoint.distributed.rendezvous import taking_timeout
 from bytecheckpoint.distributed.same_host.host_ranks import GONE, LEFT, HostRanks
 from bytecheckpoint.distributed.same_host.shared_memory import Message
 from bytecheckpoint.distributed.wire import UnitRequests, decode_request, encode_request
 from bytecheckpoint.loading.receive import Receiver, pieces_of
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.planner.byte_ranges import ByteRange
-from bytecheckpoint.runtime.buffers import Arena, ArenaPart
+from bytecheckpoint.runtime.buffers import ArenaPart
 
 NUM_THREADS = 2
 """Threads of a rank that take units."""
@@ -31,15 +31,6 @@ _FULL_S = 0.002
 
 Unit = tuple[int, int]
 """File and byte offset."""
-
-
-class WaitLimits(NamedTuple):
-    """Times of one load, in seconds."""
-
-    timeout_s: float
-    take_timeout_s: float
-    """Time that a rank has to take a unit. Longer, because it may itself wait for a rank that is stuck."""
-    heartbeat_s: float
 
 
 class HostExchange:
@@ -54,7 +45,8 @@ class HostExchange:
         *,
         takers: Sequence[int],
         global_ranks: Sequence[int],
-        limits: WaitLimits,
+        timeout_s: float,
+        heartbeat_s: float,
     ) -> None:
         self._host_ranks = host_ranks
         self._receiver = receiver
@@ -64,7 +56,8 @@ class HostExchange:
         self._num_left = 0
         self._takers = takers
         self._global_ranks = global_ranks
-        self._limits = limits
+        self._timeout_s = timeout_s
+        self._heartbeat_s = heartbeat_s
         self.requests: dict[Unit, dict[tuple[ByteRange, ...], list[int]]] = {}
         """Unit -> pieces of it that other ranks of the host want -> the ranks that want these pieces."""
         self._unasked = {*takers}
@@ -81,7 +74,8 @@ class HostExchange:
         """Asks the other ranks for what this one wants: the units to be `received` from each. Call it once, before
         `serve`.
         """
-        self._awaited = {rank: {_unit(fetch): fetch for fetch in fetches} for rank, fetches in received.items()}
+        for rank, units in received.items():
+            self._awaited[rank] = {(fetch.file, fetch.byte_offset): fetch for fetch in units}
         self._num_left = sum(map(len, self._awaited.values()))
         self._seen_at.update(dict.fromkeys(received, time.monotonic()))
         for rank, fetches in self._awaited.items():
@@ -110,7 +104,7 @@ class HostExchange:
     def beat(self) -> None:
         """Tells takers, from time to time, that this rank makes progress."""
         now = time.monotonic()
-        if now - self._beat_at >= self._limits.heartbeat_s:
+        if now - self._beat_at >= self._heartbeat_s:
             self._beat_at = now
             for rank in self._takers:
                 self._host_ranks.send(rank, _HEARTBEAT)  # a taker without room for it has other messages to see
@@ -192,7 +186,8 @@ class HostExchange:
         """Raises CheckpointError (rank_missing) for a rank from which nothing has come for too long. Called when no
         message waits to be read.
         """
-        now, (timeout_s, take_timeout_s, _) = time.monotonic(), self._limits
+        now, timeout_s = time.monotonic(), self._timeout_s
+        take_timeout_s = taking_timeout(timeout_s)
         silent = [rank for rank, units in self._awaited.items() if units and now - self._seen_at[rank] > timeout_s]
         if silent:
             raise self._lost(silent, f"passed nothing on for {timeout_s:g} s")
@@ -215,22 +210,3 @@ class HostExchange:
     def _wake(self) -> None:
         for _ in range(NUM_THREADS if self._host_ranks.others else 0):
             self._host_ranks.wake(_WAKE)
-
-
-class Arenas(NamedTuple):
-    """The memory of this rank in two parts. What is read for others and what is received for them do not wait for one
-    another: else two hosts could, whose memory is full of what the other one waits for.
-    """
-
-    read: Arena
-    received: Arena
-
-
-def divide_memory(host_ranks: HostRanks, read_bytes: int) -> Arenas:
-    """Divides the shared memory of this rank; `read_bytes` are for units that it reads, the rest for received ones."""
-    parts = (range(read_bytes), range(read_bytes, host_ranks.content.nbytes))
-    return Arenas(*(Arena(host_ranks.content, part, max_parts=host_ranks.max_parts_of_arena) for part in parts))
-
-
-def _unit(fetch: Fetch) -> Unit:
-    return fetch.file, fetch.byte_offset
