@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from bytecheckpoint.distributed.rendezvous import Address
+from bytecheckpoint.distributed.liveness.host_links import Address
 from bytecheckpoint.loading.between_ranks.assignment import LocalReadPlan, assign, decode_assignment
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents

@@ -7,24 +7,22 @@ from __future__ import annotations
 import errno
 import hmac
 import math
-import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-
 from bytecheckpoint.distributed.connection import GRACE_S, Connection, PeerLeftError, fill, interrupt, missing_error
 from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S
-from bytecheckpoint.distributed.liveness.host_links import own_hosts
+from bytecheckpoint.distributed.liveness.host_links import Address, listen
 from bytecheckpoint.errors import CheckpointError
 
 _HELLO = struct.Struct("<16sIQ")
-"""The first half of the reader rank's token, the rank of the peer within the group, the length of its request."""
+"""The first half of the reader rank's token, the rank of the peer within the group, the length of its request. The
+reader rank answers with the other half."""
 _MAX_REQUEST_BYTES = 1 << 32
 _HELLO_S = 10.0
 """Limit for all of a hello, and for reaching a host."""
@@ -37,16 +35,6 @@ Admit = Callable[[Connection, bytes], Callable[[], None]]
 """Called with a connection and the request of the peer; returns what the thread of that connection does next."""
 
 
-class Address(msgspec.Struct, frozen=True, array_like=True):
-    """The address on which a rank listens."""
-
-    hosts: Sequence[str]
-    """Host names or IP addresses, the likeliest first: this rank cannot know which of them another host can reach."""
-    port: int
-    token: bytes
-    """32 bytes that only the ranks know: a peer shows the first half, and the reader rank answers with the other."""
-
-
 class Listener:
     """The socket to which peers connect. Each connection takes a thread."""
 
@@ -54,11 +42,8 @@ class Listener:
         """`towards` is a host that all ranks reach, or None: `address` offers first this host's addresses on the
         network that leads there. The socket listens on all networks.
         """
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        self._socket = socket.create_server(("", 0), family=family, backlog=256, dualstack_ipv6=dual)
+        self._socket, self.address = listen(towards, token_bytes=32)
         self._socket.settimeout(_POLL_S)  # not every system wakes a thread that accepts when the socket is shut down
-        self.address = Address(own_hosts(towards), self._socket.getsockname()[1], secrets.token_bytes(32))
         self._lock = threading.Lock()
         self._pending: dict[socket.socket, float] = {}
         """Connections in the order in which they came, until their request is here, with the time on the monotonic

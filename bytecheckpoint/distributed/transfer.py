@@ -15,8 +15,9 @@ import msgspec
 
 from bytecheckpoint.distributed.connection import Connection, PeerLeftError
 from bytecheckpoint.distributed.liveness.connected_threads import ConnectedThreads
+from bytecheckpoint.distributed.liveness.host_links import Address
 from bytecheckpoint.distributed.ranks import Ranks
-from bytecheckpoint.distributed.rendezvous import Address, Listener
+from bytecheckpoint.distributed.rendezvous import Listener
 from bytecheckpoint.distributed.wire import HEADER, WireHeader, check_digest, damaged, seal, with_digest, without_digest
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.runtime.thread_priority import lower_priority

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from bytecheckpoint.distributed.rendezvous import Address
+from bytecheckpoint.distributed.liveness.host_links import Address
 from bytecheckpoint.distributed.transfer import Fetching, SentPiece
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.memory_tier.parity import xor_into

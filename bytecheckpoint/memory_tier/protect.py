@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from bytecheckpoint.distributed.liveness.host_links import Address
 from bytecheckpoint.distributed.ranks import Ranks
-from bytecheckpoint.distributed.rendezvous import Address, Listener
+from bytecheckpoint.distributed.rendezvous import Listener
 from bytecheckpoint.distributed.transfer import Fetching, SentPiece, nothing_from, transfer
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError
 from bytecheckpoint.manifest import DataFile

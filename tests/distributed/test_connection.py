@@ -20,7 +20,8 @@ import pytest
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed import rendezvous as rendezvous_module
 from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError
-from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
+from bytecheckpoint.distributed.liveness.host_links import Address
+from bytecheckpoint.distributed.rendezvous import Listener, connect
 from bytecheckpoint.distributed.same_host.host_ranks import HostRanks
 from bytecheckpoint.distributed.wire import DISCONNECT, HEADER, HEARTBEAT, OutgoingUnit, WireHeader, view_pieces
 from bytecheckpoint.errors import CheckpointError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from read_shares import assign_readers
 
-from bytecheckpoint.distributed.rendezvous import Address
+from bytecheckpoint.distributed.liveness.host_links import Address
 from bytecheckpoint.loading.between_ranks.assignment import LocalReadPlan, assign, decode_assignment
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 
 from bytecheckpoint.distributed.connection import Connection, PeerLeftError
 from bytecheckpoint.distributed.failures import no_thread
+from bytecheckpoint.distributed.liveness.host_links import Address
 from bytecheckpoint.distributed.ranks import Ranks
-from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Address, connect
+from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, connect
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.runtime.threads import shared_threads
 

@@ -32,13 +32,22 @@ MAX_SILENT = 256
 """Accepted links whose hello has not arrived. Of more the oldest are closed: anybody may connect, and send nothing."""
 
 
-class LinkAddress(msgspec.Struct, frozen=True, array_like=True):
-    """The address on which a rank accepts links."""
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """The address on which a rank listens."""
 
     hosts: Sequence[str]
+    """Host names or IP addresses, the likeliest first: this rank cannot know which of them another host can reach."""
     port: int
     token: bytes
-    """Random bytes, which a rank shows when it connects."""
+    """Random bytes that only the ranks know: a rank that connects shows some of them."""
+
+
+def listen(towards: str | None, *, token_bytes: int) -> tuple[socket.socket, Address]:
+    """Returns a socket that listens on all networks, and its address, with the hosts of `own_hosts`."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    listening = socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
+    return listening, Address(own_hosts(towards), listening.getsockname()[1], secrets.token_bytes(token_bytes))
 
 
 class HostLinks:
@@ -47,7 +56,7 @@ class HostLinks:
     def __init__(self, rank: int, towards: str | None) -> None:
         """`towards` is a host that all ranks reach; None if no such host is known."""
         self._rank, self._towards = rank, towards
-        self.address: LinkAddress | None = None
+        self.address: Address | None = None
         self._listening: socket.socket | None = None
         self._open: dict[int, socket.socket] = {}
         self._new: list[socket.socket] = []
@@ -61,20 +70,16 @@ class HostLinks:
         self._unreachable: dict[int, float] = {}
         """By rank: the time on the monotonic clock at which it became unreachable."""
 
-    def listen(self) -> LinkAddress:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        self._listening = socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
+    def listen(self) -> Address:
+        self._listening, self.address = listen(self._towards, token_bytes=16)
         self._listening.setblocking(False)
-        hosts = own_hosts(self._towards)
-        self.address = LinkAddress(hosts, self._listening.getsockname()[1], secrets.token_bytes(16))
         return self.address
 
     def needs(self, rank: int) -> bool:
         """Returns True if no link to this rank is open or being opened, and its process is not known to have ended."""
         return not any(rank in known for known in (self._open, self._ended, self._connecting))
 
-    def connect(self, rank: int, address: LinkAddress) -> None:
+    def connect(self, rank: int, address: Address) -> None:
         """Opens a link on a thread. Raises nothing if that fails: without a link, the end of that rank is noticed only
         at the time limit of a call.
         """
@@ -97,7 +102,7 @@ class HostLinks:
         except RuntimeError:  # there can be no more threads
             self._connecting.discard(rank)
 
-    def _connect(self, rank: int, address: LinkAddress) -> None:
+    def _connect(self, rank: int, address: Address) -> None:
         for host in address.hosts:
             with suppress(OSError, UnicodeError):  # the next one may be reached
                 self._open_link(rank, (host, address.port), address.token)

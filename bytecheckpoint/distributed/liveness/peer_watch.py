@@ -18,7 +18,7 @@ import msgspec
 from torch._C._distributed_c10d import Store, TCPStore
 
 from bytecheckpoint.distributed.blocks import COORDINATOR, RankBlocks
-from bytecheckpoint.distributed.liveness.host_links import HostLinks, LinkAddress
+from bytecheckpoint.distributed.liveness.host_links import Address, HostLinks
 from bytecheckpoint.distributed.store_values import get_messages
 from bytecheckpoint.distributed.waiting import base_of
 
@@ -139,7 +139,7 @@ class PeerWatch:
             self._store.set(_address_key(self._rank), msgspec.msgpack.encode(address))  # type: ignore[arg-type]
         above = self._above
         if above in remote and self._links.needs(above) and self._store.check([_address_key(above)]):
-            address = msgspec.msgpack.decode(self._store.get(_address_key(above)), type=LinkAddress)
+            address = msgspec.msgpack.decode(self._store.get(_address_key(above)), type=Address)
             self._links.connect(above, address)
 
     def ended(self, ranks: Collection[int]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bytecheckpoint.distributed.rendezvous import Address
+from bytecheckpoint.distributed.liveness.host_links import Address
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare
 from bytecheckpoint.planner.read_division import Hosts, ReadGroup, divide_reading, share_of
 
