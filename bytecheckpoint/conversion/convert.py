@@ -126,12 +126,7 @@ class _Plan(NamedTuple):
     """As in the result: the key in EXPERT_NAMES."""
 
 
-def convert(
-    request: ConvertRequest,
-    ranks: Ranks,
-    *,
-    progress: Progress,
-) -> Converted:
+def convert(request: ConvertRequest, ranks: Ranks, *, progress: Progress) -> Converted:
     """Writes the target. `progress` gets the number of bytes that this rank will write, if it writes files, and returns
     a context that counts them.
 

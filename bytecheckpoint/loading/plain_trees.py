@@ -14,7 +14,7 @@ from bytecheckpoint.adapters.data.stream_wire import is_stream_tree
 from bytecheckpoint.adapters.key_map import Renamer
 from bytecheckpoint.adapters.optimizers.forms import flat_optimizer_state
 from bytecheckpoint.adapters.optimizers.stored_optimizer import BY_POSITION, is_optimizer_tree
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.plain.plain_types import as_plain
 from bytecheckpoint.errors import CheckpointMismatchError
@@ -53,7 +53,7 @@ class PlainData:
         """Returns the encoded trees by FQN, as in a manifest."""
         if self._request.takes_all and not self._request.rename:
             return dict(self._manifest.objects)
-        return {fqn: encode_plain(tree, fqn, keep_in_tree) for fqn, tree in self._trees().items()}
+        return {fqn: encode_plain(tree, fqn) for fqn, tree in self._trees().items()}
 
     def rank_objects(self) -> dict[str, Mapping[int, bytes]]:
         """Returns the encoded trees that differ from rank to rank, by FQN and rank. The FQNs stay as they are;
@@ -66,7 +66,7 @@ class PlainData:
             trees = {rank: self._chosen(fqn, decode_plain(data)) for rank, data in by_rank.items()}
             selected = {rank: tree for rank, tree in trees.items() if tree is not _NOTHING}
             if selected:
-                found[fqn] = {rank: encode_plain(tree, fqn, keep_in_tree) for rank, tree in selected.items()}
+                found[fqn] = {rank: encode_plain(tree, fqn) for rank, tree in selected.items()}
         return found
 
     def _trees(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from bytecheckpoint.adapters.native.parameter_names import MODEL_FQN
 from bytecheckpoint.adapters.optimizers.hyperparameters import same_value
 from bytecheckpoint.adapters.optimizers.stored_optimizer import BY_POSITION, is_optimizer_tree
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 from bytecheckpoint.name_maps.apply import Mapped
@@ -36,7 +36,7 @@ def mapped_objects(manifest: Manifest, mapped: Mapped) -> tuple[dict[str, bytes]
         if renamed is tree:
             objects[fqn] = data
         elif renamed is not _LEFT_OUT:
-            objects[fqn] = encode_plain(renamed, fqn, keep_in_tree)
+            objects[fqn] = encode_plain(renamed, fqn)
     return objects, renaming.left_out
 
 
@@ -114,9 +114,7 @@ class _ObjectRenaming:
         found: dict[str, Any] = {}
         for old, values in state.items():
             for name in new[old]:
-                if name in found and encode_plain(found[name], "", keep_in_tree) != encode_plain(
-                    values, "", keep_in_tree
-                ):
+                if name in found and encode_plain(found[name], "") != encode_plain(values, ""):
                     raise _NotRenamedError(
                         f"the state of {old!r:.200} differs from that of others that become {name!r:.200}"
                     )

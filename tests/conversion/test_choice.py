@@ -6,7 +6,7 @@ from typing import Any
 
 from counted_looks import CountedName
 
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import encode_plain
 from bytecheckpoint.conversion.choice import check_choice
 from bytecheckpoint.loading.select import Selection, SelectionRequest
 from bytecheckpoint.manifest import Manifest
@@ -18,7 +18,7 @@ def test_a_choice_among_many_optimizers_is_checked_without_a_look_at_all_names_f
     trees = {f"optimizers.{number}": {"state": {}, "groups": group} for number in range(100)}
     names = [CountedName(f"{fqn}.state.w.key{key}") for fqn in trees for key in range(10)]
     record = tensor_record("float32", (2,), ())
-    objects = {fqn: encode_plain(tree, fqn, keep_in_tree) for fqn, tree in trees.items()}
+    objects = {fqn: encode_plain(tree, fqn) for fqn, tree in trees.items()}
     manifest = Manifest(save_id="1" * 16, tensors=dict.fromkeys(names, record), objects=objects)
     selection = Selection(wanted=[], names={name: name for name in names}, aliases={}, left_out=[], trees=trees)
     CountedName.num_looks = 0

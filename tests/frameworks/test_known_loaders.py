@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain
 from bytecheckpoint.data.elastic_loader import assign_streams
 from bytecheckpoint.data.known_loaders import elastic_loader_of
 from distributed.workers import WorkerError, WorkerPool
@@ -278,7 +278,7 @@ def energon_state(loaders: list[Any]) -> tuple[dict[str, Any], Any]:
         streams |= own
     shared = [known(each).shared_state() for each in loaders]
     assert all(state == shared[0] for state in shared)
-    return decode_plain(encode_plain((streams, shared[0]), "data", keep_in_tree))
+    return decode_plain(encode_plain((streams, shared[0]), "data"))
 
 
 def resume_energon(loaders: list[Any], streams: dict[str, Any], shared: Any) -> None:

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import encode_plain
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, Sample, encode_manifest, tensor_record
 from bytecheckpoint.manifest.envelope import unseal
 from bytecheckpoint.region import Region, whole
@@ -65,7 +65,7 @@ def manifests() -> Iterator[Manifest]:
             "w": tensor_record("bfloat16", (4, 2), rows),
         },
         aliases={"head": "w"},
-        objects={"lr": encode_plain(0.1, "lr", keep_in_tree)},
+        objects={"lr": encode_plain(0.1, "lr")},
         rank_objects={"rng": {1: b"*", 3: b"\x01"}},
         metadata={"note": "demo", "nested": [1, {"x": None}]},
         provenance={"world_size": 2},
@@ -402,7 +402,7 @@ def all_seeds(folder: Path) -> dict[str, list[bytes]]:
         "manifest": [unseal(content) for content in sealed],
         "manifest-file": [content[:-8] for content in sealed],
         "header": list(headers()),
-        "plain-data": [encode_plain(value, "x", keep_in_tree) for value in plain_values()],
+        "plain-data": [encode_plain(value, "x") for value in plain_values()],
         "frame": list(frames()),
         "pickle": [pickle_of(content) for content in files],
         "distcp-metadata": [(path / ".metadata").read_bytes() for path in distcp[:2]],

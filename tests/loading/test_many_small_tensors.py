@@ -135,6 +135,6 @@ def test_references_of_a_dict_of_tensors_are_decoded_together() -> None:
     fqns, _, data = plain_data.encode_refs("model", names)
     assert plain_data.decode_refs(data) == dict(zip(names, fqns, strict=True))
     for other in ({}, {"a": 1}, {"a": torch.zeros(2)}, {"a": {"b": torch.zeros(2)}}, [torch.zeros(2)]):
-        found = plain_data.decode_refs(plain_data.encode_plain(other, "model", plain_data.keep_in_tree))
+        found = plain_data.decode_refs(plain_data.encode_plain(other, "model"))
         assert not found
     assert plain_data.decode_refs(data[:-1]) is None

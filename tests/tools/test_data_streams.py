@@ -14,7 +14,7 @@ from training import same_value
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.data.stream_wire import MARK
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import encode_plain
 from bytecheckpoint.manifest import Manifest, encode_manifest
 
 NAMES = ["c4-0", "c4-1", "web-0"]
@@ -232,8 +232,8 @@ def test_numbers_that_nobody_saved_end_no_command(call, tmp_path, owners, sample
         "keyed_by": "stream",
         "size": 1,
         "shared": None,
-        "streams": {f"{n:02}": msgspec.Raw(encode_plain({"samples": samples}, "", keep_in_tree)) for n in range(12)},
-        "owners": msgspec.Raw(encode_plain(owners, "", keep_in_tree)),
+        "streams": {f"{n:02}": msgspec.Raw(encode_plain({"samples": samples}, "")) for n in range(12)},
+        "owners": msgspec.Raw(encode_plain(owners, "")),
     }
     manifest = Manifest(
         save_id="abc", step=None, files=[], tensors={}, objects={"data": msgspec.msgpack.encode(stored)}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain
 from bytecheckpoint.adapters.plain.plain_types import as_plain
 from bytecheckpoint.conversion.dcp import WHY_LOST
 from bytecheckpoint.conversion.huggingface import left_out_values
@@ -107,7 +107,7 @@ def _as_written(to: str, fqn: str, tree: Any) -> bytes:
         return type(value)(map(plain, value)) if type(value) in (list, tuple) else as_plain(value)
 
     value = plain(tree)
-    return encode_plain(without_numpy(value, fqn) if to == "torch" else value, fqn, keep_in_tree)
+    return encode_plain(without_numpy(value, fqn) if to == "torch" else value, fqn)
 
 
 def _with_separate_experts(manifest: Manifest, experts: str) -> Manifest:

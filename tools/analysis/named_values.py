@@ -12,7 +12,7 @@ import torch
 
 from bytecheckpoint.adapters.data.stream_wire import LAYOUT_KEYS, is_loader_state
 from bytecheckpoint.adapters.plain.manifest_trees import stored_leaves
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, is_content_fqn, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, is_content_fqn
 from bytecheckpoint.adapters.shards import dtype_name
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef
@@ -77,7 +77,7 @@ def is_same(a: Any, b: Any, tolerance: Tolerance | None) -> bool:
     """
     if type(a) is not type(b):
         return False
-    if encode_plain(a, "", keep_in_tree) == encode_plain(b, "", keep_in_tree):
+    if encode_plain(a, "") == encode_plain(b, ""):
         return True
     if tolerance is None:
         return False

@@ -12,13 +12,7 @@ from typing import Any, Literal, TypeGuard
 import msgspec
 import numpy as np
 
-from bytecheckpoint.adapters.plain.plain_data import (
-    TensorHook,
-    decode_flagged,
-    decode_plain,
-    encode_plain,
-    keep_in_tree,
-)
+from bytecheckpoint.adapters.plain.plain_data import TensorHook, decode_flagged, decode_plain, encode_plain
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH
 
 MARK = "@streams"
@@ -143,7 +137,7 @@ def encode_loader_state(part: StreamsPart, streams: Mapping[str, msgspec.Raw], o
         size=part.size,
         shared=part.shared,
         streams={stream_id: streams[stream_id] for stream_id in ids},
-        owners=msgspec.Raw(encode_plain(array, "", keep_in_tree)),
+        owners=msgspec.Raw(encode_plain(array, "")),
     )
     return _encode(stored)
 

@@ -23,7 +23,7 @@ from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Scope, not_stored
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamMemory, NamedPart, split_padding
 from bytecheckpoint.adapters.frameworks.megatron_sharded import CopiedFactory, ShardedPiece, bits_of, find_in
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import encode_plain
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.adapters.tree_loader import TreeTarget
@@ -141,7 +141,7 @@ class MegatronEntry:
         for item in self._objects:
             if item.sharded.data is not None and _is_main(item.sharded.replica_id):
                 value = item.plain()
-                encoded = encode_plain(value, item.fqn, keep_in_tree)
+                encoded = encode_plain(value, item.fqn)
                 if plain.setdefault(item.fqn, ("shared", encoded)) != ("shared", encoded):
                     raise _two_of_one_name(item.fqn, "objects")
                 names.update(leaves(value, item.fqn))

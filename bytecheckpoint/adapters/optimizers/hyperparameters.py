@@ -17,7 +17,7 @@ from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.native.parameter_names import ParameterNames
 from bytecheckpoint.adapters.native.subclass_flatten import is_facts, is_subclass
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredGroup, StoredOptimizer
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import encode_plain
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.errors import and_more
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn, unsupported
@@ -167,7 +167,7 @@ def same_value(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
         return _is_made_of(b, a) if isinstance(a, torch.Tensor) else _is_made_of(a, b)
     # As bytes, so that NaN is NaN and arrays are compared whole.
-    return encode_plain(a, "", keep_in_tree) == encode_plain(b, "", keep_in_tree)
+    return encode_plain(a, "") == encode_plain(b, "")
 
 
 def _is_made_of(value: Any, tensor: torch.Tensor) -> bool:

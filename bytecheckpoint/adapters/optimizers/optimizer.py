@@ -51,7 +51,7 @@ from bytecheckpoint.adapters.optimizers.param_state import (
     warn_of_unsaved,
 )
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer, is_optimizer_tree
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import encode_plain
 from bytecheckpoint.adapters.shard_columns import ShardBlocks, WholeTensors
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards
 from bytecheckpoint.errors import CheckpointMismatchError
@@ -165,7 +165,7 @@ class OptimizerEntry:
         if len(all_fqns) < len(tensors):
             fqn = next(fqn for fqn, number in Counter(fqns).items() if number > 1)
             raise unsupported(fqn, "the name of two values", "rename a parameter or a key of its state")
-        encoded = encode_plain(tree, self.fqn, keep_in_tree)  # a learning rate may be a tensor
+        encoded = encode_plain(tree, self.fqn)  # a learning rate may be a tensor
         all_fqns |= shards.names()
         return EntryContents(ShardBlocks([whole_tensors, shards.found]), all_fqns, {self.fqn: ("shared", encoded)})
 
@@ -177,7 +177,7 @@ class OptimizerEntry:
         for key, value in chain.from_iterable(each.facts().items() for each in self.wrapped):
             fqn = f"{self.fqn}.facts.{key}"
             first = facts.setdefault(key, value)
-            if encode_plain(first, fqn, keep_in_tree) != encode_plain(value, fqn, keep_in_tree):
+            if encode_plain(first, fqn) != encode_plain(value, fqn):
                 what = f"{value} for one optimizer of a list, and {first} for another"
                 raise unsupported(fqn, what, "give each optimizer a name of its own in the state")
         return facts

@@ -6,13 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bytecheckpoint.adapters.expectation import RankMissing
-from bytecheckpoint.adapters.plain.plain_data import (
-    decode_plain,
-    decode_refs,
-    encode_plain,
-    is_content_fqn,
-    keep_in_tree,
-)
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, decode_refs, encode_plain, is_content_fqn
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.manifest import Manifest
@@ -108,5 +102,5 @@ def common_tree(trees: Sequence[Any]) -> Any:
         num, lists = len(trees), by_key.items()
         return {key: common_tree(items) if len(items) == num else RankMissing(len(items)) for key, items in lists}
     # Compared as bytes: the text of a tensor rounds its values and leaves out most of a long one.
-    is_same = len({encode_plain(tree, "", keep_in_tree) for tree in trees}) == 1
+    is_same = len({encode_plain(tree, "") for tree in trees}) == 1
     return trees[0] if is_same else RankMissing(len(trees))

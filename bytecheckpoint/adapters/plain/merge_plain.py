@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.adapters.data.merge_streams import StreamProblem, conflict_of_streams, merge_streams
 from bytecheckpoint.adapters.expectation import Scope
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
@@ -58,7 +58,7 @@ def merge_plain(
             shared[fqn] = next(iter(values.values()))
         else:
             trees = {rank: decode_plain(data) for rank, data in values.items()}
-            shared[fqn] = _encoded(_unite(trees, fqn, conflicts, is_whole=scope == "whole"), fqn)
+            shared[fqn] = encode_plain(_unite(trees, fqn, conflicts, is_whole=scope == "whole"), fqn)
     if conflicts:
         raise _conflict_error(conflicts, global_ranks)
     if stream_problems:
@@ -125,15 +125,11 @@ def _unite(values: Mapping[int, Any], fqn: str, conflicts: list[_Conflict], *, i
                 for key in keys
             }
         )
-    encoded = _encoded(value, fqn) if others else b""
-    odd = next(((rank, other) for rank, other in others if _encoded(other, fqn) != encoded), None)
+    encoded = encode_plain(value, fqn) if others else b""
+    odd = next(((rank, other) for rank, other in others if encode_plain(other, fqn) != encoded), None)
     if odd is not None:
         conflicts.append(_Conflict(fqn, (value, odd[1]), (first, odd[0])))
     return value
-
-
-def _encoded(tree: Any, fqn: str) -> bytes:
-    return encode_plain(tree, fqn, keep_in_tree)
 
 
 def _shown(value: Any) -> str:

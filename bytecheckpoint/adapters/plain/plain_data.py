@@ -58,8 +58,9 @@ None if that is its own, or a tensor to write in place.
 """
 
 
-def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
-    """Returns the tree below `fqn` as bytes; `on_tensor` says where its tensors go.
+def encode_plain(value: Any, fqn: str, on_tensor: TensorHook | None = None) -> bytes:
+    """Returns the tree below `fqn` as bytes; `on_tensor` says where its tensors go. Without it, all are written in
+    place.
 
     Raises CheckpointSaveError (unsupported_value), naming the FQN, for a value that is not plain data.
     """
@@ -78,21 +79,16 @@ def encode_refs(fqn: str, names: tuple[str, ...]) -> tuple[tuple[str, ...], froz
     return fqns, frozenset(fqns), encode(refs)
 
 
-def keep_in_tree(_fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor itself. Serves as `on_tensor` for a tree in which all tensors are written in place."""
-    return tensor
-
-
 class _TorchLeaves:
     """Encodes torch's values, and those of `plain_types`."""
 
     tensor_types: frozenset[type] = PLAIN_TENSORS
 
-    def __init__(self, on_tensor: TensorHook) -> None:
+    def __init__(self, on_tensor: TensorHook | None) -> None:
         self._on_tensor = on_tensor
 
     def encode_tensor(self, fqn: str, tensor: torch.Tensor) -> Ext:
-        found = self._on_tensor(fqn, tensor)
+        found = tensor if self._on_tensor is None else self._on_tensor(fqn, tensor)
         if found is None or isinstance(found, str):
             return Ext(wire.REF, encode(found or fqn))
         return wire.ext(wire.TENSOR, [dtype_name(found.dtype), list(found.shape), bytes(_content(fqn, found))])

@@ -14,7 +14,7 @@ import torch
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, placeholder
 from bytecheckpoint.adapters.native.subclass_flatten import is_facts, subclasses_in
 from bytecheckpoint.adapters.plain.manifest_trees import SavedByRank
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import encode_plain
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.rank_values.generators import generators_in
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, dtype_name
@@ -216,7 +216,7 @@ def _merged_leaf(values: Mapping[int, Any], fqn: str, rule: MergeRule) -> Any:
         return merged if isinstance(given[0], np.ndarray) else merged[()]
     if all(type(value) in (bool, int, float, complex) for value in given):
         return _largest(given) if rule == "max" else sum(given)
-    if len({encode_plain(value, fqn, keep_in_tree) for value in given}) > 1:
+    if len({encode_plain(value, fqn) for value in given}) > 1:
         raise _refused(fqn, values, "neither numbers nor the same on all ranks")
     return given[0]
 

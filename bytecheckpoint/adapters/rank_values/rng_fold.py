@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import encode_plain
 
 ROOT = "root"
 """Key of the root in the state of `RngState`."""
@@ -25,7 +25,7 @@ _FIRST_WORD = 24
 def root_of(state: dict[str, Any]) -> bytes:
     """Returns a root computed from the states of generators in `state`: no number is drawn from them."""
     own = {key: state[key] for key in ("python", "numpy", "torch", "cuda") if key in state}
-    return hashlib.sha256(encode_plain(own, "", keep_in_tree)).digest()[:16]
+    return hashlib.sha256(encode_plain(own, "")).digest()[:16]
 
 
 def key_of(root: bytes, *names: str) -> int:

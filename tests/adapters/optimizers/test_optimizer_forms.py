@@ -20,7 +20,7 @@ from training import mlp, same_module, same_value, train
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.optimizers.forms import Form, Reshaping
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import encode_plain
 from bytecheckpoint.formats.torch_optimizer import as_saved_here
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef
@@ -241,7 +241,7 @@ def test_state_that_is_nested_below_its_key_is_taken_apart_and_put_together(tmp_
 def test_many_optimizers_are_put_into_another_form_without_a_look_at_all_tensors_for_each() -> None:
     names = [str(number) for number in range(100)]
     group: dict[str, Any] = {"w": {"params": {"w": None}, "values": {"lr": 0.1}}}
-    objects = {name: encode_plain({"state": {}, "groups": group}, name, keep_in_tree) for name in names}
+    objects = {name: encode_plain({"state": {}, "groups": group}, name) for name in names}
     tensors = [CountedName(f"{name}.state.w.key{key}") for name in names for key in range(10)]
     manifest = Manifest(
         save_id="1" * 16, tensors=dict.fromkeys(tensors, tensor_record("float32", (2,), ())), objects=objects

@@ -20,7 +20,7 @@ from sample_tensors import DTYPES, LAYOUTS, SHAPE, bits_of, random_bits, same_bi
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 
 # torch calls its own complex32, CSR and nested tensors experimental.
@@ -400,7 +400,7 @@ def test_a_tensor_subclass_without_memory_of_its_own_kind_is_saved_as_a_tensor(t
 def test_a_list_of_ints_may_hold_some_beyond_64_bits(kind: type) -> None:
     for odd in (1 << 64, -(1 << 63) - 1, 1 << 200):
         value = kind([*range(600), odd, 7])
-        assert decode_plain(encode_plain(value, "numbers", keep_in_tree)) == value
+        assert decode_plain(encode_plain(value, "numbers")) == value
 
 
 def test_a_tensor_in_a_list_of_numbers_is_a_leaf() -> None:

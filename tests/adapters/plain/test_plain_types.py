@@ -20,7 +20,7 @@ import torch
 from msgspec.msgpack import Ext
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain
 from bytecheckpoint.data import Streams
 
 VALUES: list[Any] = [
@@ -70,7 +70,7 @@ def test_the_order_of_a_set_does_not_matter() -> None:
 
 
 def encode(value: Any) -> bytes:
-    return encode_plain(value, "x", keep_in_tree)
+    return encode_plain(value, "x")
 
 
 def test_a_dict_that_looks_like_one_of_them_stays_a_dict() -> None:
