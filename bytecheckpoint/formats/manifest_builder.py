@@ -312,11 +312,8 @@ def holds_tensor(value: Any) -> bool:
             continue
         seen.add(id(item))
         if isinstance(item, Instance):
-            item = item.fields
-            if id(item) in seen:
-                continue
-            seen.add(id(item))
-        if isinstance(item, dict):
+            stack.append(item.fields)
+        elif isinstance(item, dict):
             stack += item.values()
         elif type(item) in {list, tuple, set, frozenset}:
             stack += item

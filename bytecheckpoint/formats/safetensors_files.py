@@ -56,9 +56,7 @@ def is_folder(source: SourceFolder) -> bool:
 
 def read_folder(source: SourceFolder) -> None:
     """Reads the files of a folder: those that an index names, else `model.safetensors` alone, else all files.
-
-    Raises CheckpointNotFoundError (missing_file, not_committed), CheckpointMismatchError (conflict),
-    CheckpointCorruptError or UnsafeCheckpointError.
+    Raises as `detect.read_manifest` does.
     """
     indices = sorted(name for name in source.files if name.endswith(INDEX_SUFFIX))
     files = sorted(name for name in source.files if name.endswith(SUFFIX))

@@ -35,11 +35,7 @@ def is_folder(source: SourceFolder) -> bool:
 
 
 def read_folder(source: SourceFolder) -> None:
-    """Adds the tensors and the plain data of a DCP checkpoint to the builder.
-
-    Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
-    UnsafeCheckpointError.
-    """
+    """Adds the tensors and the plain data of a checkpoint to the builder. Raises as `detect.read_manifest` does."""
     backend = megatron_dist.read_backend(source)
     megatron_dist.refuse_other_backends(backend, source.path, has_metadata=METADATA_NAME in source.listing)
     root = read_state(source, "")

@@ -54,11 +54,7 @@ def is_folder(source: SourceFolder) -> bool:
 
 
 def read_folder(source: SourceFolder) -> None:
-    """Adds the files of all ranks to the builder.
-
-    Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
-    UnsafeCheckpointError.
-    """
+    """Adds the files of all ranks to the builder. Raises as `detect.read_manifest` does."""
     models, optimizers = (_by_rank(source.files, pattern, source.path) for pattern in (_MODEL, _OPTIMIZER))
     odd = sorted(filter(_OTHER.match, source.files))
     if odd:

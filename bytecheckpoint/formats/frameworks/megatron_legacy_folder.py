@@ -47,11 +47,7 @@ def _rank_folders(source: SourceFolder) -> list[str]:
 
 
 def read_folder(source: SourceFolder) -> None:
-    """Reads the files of all ranks into the builder of the folder.
-
-    Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
-    UnsafeCheckpointError.
-    """
+    """Adds the files of all ranks to the builder. Raises as `detect.read_manifest` does."""
     folders = _rank_folders(source)
     names = [
         _model_file(source, folder, inside) for folder, inside in zip(folders, source.list_all(folders), strict=True)

@@ -28,11 +28,7 @@ def is_folder(source: SourceFolder) -> bool:
 
 
 def read_torch_model(source: SourceFolder) -> None:
-    """Reads the model of a folder with files of torch.save: one, or those of an index.
-
-    Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
-    UnsafeCheckpointError.
-    """
+    """Adds the model in files of torch.save: one, or those of an index. Raises as `detect.read_manifest` does."""
     if source.listing.get(TORCH_SOLE) is not None:
         saved = source.open(TORCH_SOLE)
         saved.take_apart(saved.value)
@@ -50,9 +46,7 @@ def read_torch_model(source: SourceFolder) -> None:
 
 def add_beside(source: SourceFolder) -> None:
     """Adds the optimizers, schedulers, gradient scalers and further models beside the model of a folder, and sets the
-    step by the folder's name. The model must have been read before.
-
-    Raises CheckpointMismatchError (conflict), CheckpointCorruptError or UnsafeCheckpointError.
+    step by the folder's name. The model must have been read before. Raises as `detect.read_manifest` does.
     """
     builder = source.builder
     step = _STEP.search(source.path)

@@ -45,11 +45,7 @@ def is_folder(source: SourceFolder) -> bool:
 
 
 def read_folder(source: SourceFolder) -> None:
-    """Adds the files of all ranks to the builder.
-
-    Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
-    UnsafeCheckpointError.
-    """
+    """Adds the files of all ranks to the builder. Raises as `detect.read_manifest` does."""
     builder = source.builder
     root: dict[Any, Any] = {}
     is_any_sharded = False
