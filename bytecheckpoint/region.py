@@ -184,7 +184,7 @@ def find_tiling_fault(shape: Sequence[int], regions: Sequence[Region]) -> Tiling
     """
     target = whole(shape)
     filled = [region for region in regions if region.numel]
-    outside = next((region for region in filled if not _lies_inside(region, target)), None)
+    outside = next((region for region in filled if not lies_inside(region, target)), None)
     overlap = outside or _find_overlap(filled)
     if overlap is not None:
         return TilingFault(None, overlap)
@@ -193,7 +193,8 @@ def find_tiling_fault(shape: Sequence[int], regions: Sequence[Region]) -> Tiling
     return TilingFault(find_hole(target, filled), None)
 
 
-def _lies_inside(region: Region, outer: Region) -> bool:
+def lies_inside(region: Region, outer: Region) -> bool:
+    """Returns True if no part of a region lies outside of another one with as many dimensions."""
     return all(map(int.__ge__, region.offsets, outer.offsets)) and all(map(int.__le__, region.ends, outer.ends))
 
 

@@ -88,9 +88,7 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     return [*modules, *optimizers, *(entry for entry in entries if not isinstance(entry, _MODULES))]
 
 
-def _refuse_bound_to_zero(
-    values: Sequence[_Value], optimizers: Sequence[OptimizerEntry | OptimizerWrapperEntry]
-) -> None:
+def _refuse_bound_to_zero(values: Sequence[_Value], optimizers: Sequence[_OPTIMIZERS]) -> None:
     """Raises CheckpointSaveError (unsupported_value) for the optimizer inside a ZeroRedundancyOptimizer that has a
     scheduler in the state: each step puts the outer hyperparameters, which no entry has, in place of the inner ones.
     """
@@ -211,7 +209,7 @@ def _plain_entry(item: _Value) -> PlainEntry:
     return PlainEntry(item.fqn, item.value, assign)
 
 
-def _entry_of_modules(fqn: str, stages: Sequence[Stage], framework: str) -> ModuleEntry | MegatronEntry:
+def _entry_of_modules(fqn: str, stages: Sequence[Stage], framework: str) -> _MODULES:
     modules = [stage.module for stage in stages]
     if framework in {"auto", "megatron"}:
         if all(map(is_megatron_module, modules)) and not any(map(is_engine, modules)):
@@ -232,7 +230,7 @@ def _optimizers_in(value: Any) -> Sequence[Any]:
     return [value] if is_stateful(value) and is_wrapper(value) else ()
 
 
-def _optimizer_entry(item: _Value, framework: str, engines: Sequence[Any]) -> OptimizerEntry | OptimizerWrapperEntry:
+def _optimizer_entry(item: _Value, framework: str, engines: Sequence[Any]) -> _OPTIMIZERS:
     """Returns the entry of optimizers; `engines` are those of DeepSpeed in the state."""
     if is_megatron_optimizer(item.value):
         return megatron_optimizer_entry(item.fqn, item.value, framework)
@@ -259,17 +257,14 @@ def _rank_local(value: Any) -> RankLocal | None:
     return value if isinstance(value, RankLocal) else None
 
 
-def _is_stateful_object(value: Any) -> bool:
-    return not isinstance(value, list | tuple) and is_stateful(value)  # the items of a list are entries of their own
-
-
 _KINDS: Mapping[_Kind, Callable[[Any], Any]] = {
     "sharded": is_sharded_leaf,
     "modules": stages_of,
     "optimizers": _optimizers_in,
     "rank-local": _rank_local,
     "data": lambda value: isinstance(value, DataLoaderState),
-    "stateful": _is_stateful_object,
+    # The items of a list are entries of their own.
+    "stateful": lambda value: not isinstance(value, list | tuple) and is_stateful(value),
 }
 """The kinds of values that are entries of their own, wherever they stand in the state, and the predicate of each. The
 first that matches counts, and each value is asked once. All else is tensors and plain data."""

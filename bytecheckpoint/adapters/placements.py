@@ -17,7 +17,7 @@ import torch
 
 from bytecheckpoint.adapters.torch_types import Replicate, Shard, StridedShard, placement_types
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.region import Region, split_flat_range, whole
+from bytecheckpoint.region import Region, lies_inside, split_flat_range, whole
 
 _RegionsOf = Callable[[tuple[int, ...], int, int], Sequence[tuple[Sequence[int], Sequence[int]]]]
 """Takes a shape, the number of ranks along the mesh axis, and which of them this is; gives offsets and lengths of each
@@ -163,11 +163,8 @@ def _parts_by_regions(
 
 def _shifted(region: Region, offsets: tuple[int, ...], within: tuple[int, ...]) -> Region:
     """Returns the region in global coordinates. Raises ValueError if it leaves the shape that must contain it."""
-    is_inside = len(region.offsets) == len(region.lengths) == len(within) and all(
-        at >= 0 and length >= 0 and at + length <= end
-        for at, length, end in zip(region.offsets, region.lengths, within, strict=True)
-    )
-    if not is_inside:
+    has_dims = len(region.offsets) == len(region.lengths) == len(within)
+    if not has_dims or min(region.lengths, default=0) < 0 or not lies_inside(region, whole(within)):
         raise ValueError(f"it gives a region at {list(region.offsets)} of {list(region.lengths)}, which lies outside")
     return Region(tuple(map(int.__add__, region.offsets, offsets)), region.lengths)
 

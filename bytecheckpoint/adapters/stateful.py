@@ -60,9 +60,7 @@ class StatefulEntry:
         the load replaces; empty before `expect`."""
 
     def optimizer_forms(self) -> Mapping[str, Form]:
-        """Returns, by state FQN, the form of each optimizer state in the object's state_dict(): nested or flat, as
-        torch.distributed.checkpoint gives it, or numbered.
-        """
+        """Returns the forms of the optimizer states in the object's state_dict(), as `PlainEntry` does of its value."""
         return forms_in(self._show(), self.fqn)
 
     def _show(self) -> Any:

@@ -156,16 +156,9 @@ def decode_loader_state(data: bytes) -> Any:
         stored = msgspec.msgpack.decode(data, type=_StoredStreams)
     except msgspec.DecodeError:  # of a later version, or another value that only has the mark
         return decode_plain(data)
-    return {
-        MARK: stored.version,
-        "loader": stored.loader,
-        "elastic": stored.elastic,
-        "keyed_by": stored.keyed_by,
-        "size": stored.size,
-        "shared": decode_plain(bytes(stored.shared)),
-        "streams": StreamTable(stored.streams),
-        "owners": decode_plain(bytes(stored.owners)),
-    }
+    tree = {MARK: stored.version, **msgspec.structs.asdict(stored), "streams": StreamTable(stored.streams)}
+    del tree["version"]
+    return tree | {key: decode_plain(bytes(tree[key])) for key in ("shared", "owners")}
 
 
 def is_stream_tree(tree: Any) -> TypeGuard[dict[str, Any]]:

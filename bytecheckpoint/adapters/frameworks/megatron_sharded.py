@@ -22,7 +22,7 @@ from bytecheckpoint.adapters.plain.plain_tree import has_attributes
 from bytecheckpoint.adapters.shards import LocalShard, dense_dtype, flat_bytes
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
-from bytecheckpoint.region import Region
+from bytecheckpoint.region import Region, lies_inside, whole
 
 
 class ShardedPiece(NamedTuple):
@@ -204,17 +204,15 @@ def _piece(fqn: str, sharded: Any, source: torch.Tensor | None) -> ShardedPiece:
     num_prepended = getattr(sharded, "prepend_axis_num", 0)
     shape, offsets = tuple(sharded.global_shape), tuple(sharded.global_offset)
     lengths = (1,) * num_prepended + tuple(data.shape)
-    is_inside = len(shape) == len(offsets) == len(lengths) and all(
-        offset >= 0 and offset + length <= whole for whole, offset, length in zip(shape, offsets, lengths, strict=True)
-    )
-    if not is_inside:
+    region = Region(offsets, lengths)
+    if not len(shape) == len(offsets) == len(lengths) or not lies_inside(region, whole(shape)):
         what = f"a ShardedTensor of shape {list(lengths)} at {list(offsets)}, which is not inside {list(shape)}"
         raise unsupported(name, what, "give it a global_offset, in elements, inside its global_shape")
     dense_dtype(name, data)
     memory = data.detach()[(None,) * num_prepended] if num_prepended else data.detach()
     padded_axis = num_prepended if getattr(sharded, "allow_shape_mismatch", False) and data.dim() else None
     source = data if source is None else source
-    return ShardedPiece(sharded.key, shape, Region(offsets, lengths), memory, source, padded_axis)
+    return ShardedPiece(sharded.key, shape, region, memory, source, padded_axis)
 
 
 def _refuse_flattened(name: str, sharded: Any) -> None:

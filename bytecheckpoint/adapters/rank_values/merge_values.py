@@ -222,9 +222,8 @@ def _merged_leaf(values: Mapping[int, Any], fqn: str, rule: MergeRule) -> Any:
 
 
 def _largest(numbers: Sequence[Any]) -> Any:
-    return next((number for number in numbers if isinstance(number, float) and isnan(number)), None) or max(
-        numbers
-    )  # NaN is not lost
+    nans = (number for number in numbers if isinstance(number, float) and isnan(number))
+    return next(nans, None) or max(numbers)  # NaN is not lost
 
 
 def _refuse_unlike(values: Mapping[int, Any], fqn: str) -> None:
