@@ -14,16 +14,13 @@ from typing import NamedTuple
 import msgspec
 
 from bytecheckpoint.distributed.connection import Connection, PeerLeftError
-from bytecheckpoint.distributed.liveness.connected_threads import ConnectedThreads
+from bytecheckpoint.distributed.liveness.connected_threads import TELL_S, ConnectedThreads
 from bytecheckpoint.distributed.liveness.host_links import Address
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import Listener
 from bytecheckpoint.distributed.wire import HEADER, WireHeader, check_digest, damaged, seal, with_digest, without_digest
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.runtime.thread_priority import lower_priority
-
-_TELL_S = 10.0
-"""Time in which a rank that has failed still connects to the ranks that wait for it, so that they see it leave."""
 
 
 class SentPiece(NamedTuple):
@@ -110,9 +107,9 @@ class _Transfer(ConnectedThreads):
                 listener.close()
             for fetch in unstarted:  # whose rank waits for this one: it sees that this one leaves
                 with suppress(PeerLeftError, CheckpointError, OSError):
-                    self._fetch(fetch, limit_s=_TELL_S)
+                    self._fetch(fetch, limit_s=TELL_S)
             try:
-                self._close(_TELL_S)
+                self._close(TELL_S)
                 for error in self._errors[:1]:  # the others are of threads that were interrupted for it
                     raise error
             finally:

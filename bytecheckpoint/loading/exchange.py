@@ -20,7 +20,7 @@ import msgspec
 from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.connection import GRACE_S, Activity, Connection, PeerLeftError
 from bytecheckpoint.distributed.failures import shown_ranks
-from bytecheckpoint.distributed.liveness.connected_threads import ConnectedThreads
+from bytecheckpoint.distributed.liveness.connected_threads import TELL_S, ConnectedThreads
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import Listener
 from bytecheckpoint.distributed.same_host.host_ranks import HostRanks, meet_on_host
@@ -38,9 +38,6 @@ from bytecheckpoint.planner.byte_ranges import ByteRange, names_in
 from bytecheckpoint.planner.exchange_plan import DividedPlan, Extents, divide_plan, wanted_runs
 from bytecheckpoint.runtime.buffers import Arena, ArenaPart, ByteBudget
 from bytecheckpoint.storage.range_reader import ALIGNMENT
-
-_TELL_S = 10.0
-"""Time in which a rank whose load has failed still connects to the ranks that wait for it, to tell them."""
 
 
 def arena_lengths(source: Source, extents: Extents, wanted_bytes: int) -> tuple[int, int]:
@@ -335,8 +332,8 @@ class _Exchange(ConnectedThreads):
         """Waits for what is under way, or ends it after an error; closes connections, and raises the first error."""
         if self._errors:
             for reader in [] if self._is_interrupted.is_set() else [*self._untold]:
-                self._tell(partial(self._connect, reader, encode_request({}), timeout_s=_TELL_S))
-            wait(self._relays, timeout=_TELL_S)
+                self._tell(partial(self._connect, reader, encode_request({}), timeout_s=TELL_S))
+            wait(self._relays, timeout=TELL_S)
         self._close(GRACE_S)
         for error in self._errors[:1]:
             if isinstance(error, CheckpointError) and error.kind == "rank_missing":

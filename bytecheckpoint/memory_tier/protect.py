@@ -151,9 +151,7 @@ class _Copying:
                 fetches = self._fetches(orders)
             except (CheckpointError, OSError):
                 # Else the ranks that wait for this one would wait in vain.
-                self._transfer(
-                    listener, orders, [nothing_from(rank, address) for rank, address in orders.sources()], timeout_s
-                )
+                self._transfer(listener, orders, [nothing_from(*source) for source in orders.sources()], timeout_s)
                 raise
             self._transfer(listener, orders, fetches, timeout_s)
             for order in orders.orders:

@@ -17,6 +17,8 @@ from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, connect
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.runtime.threads import shared_threads
 
+TELL_S = 10.0
+"""Time in which a rank that has failed still connects to the ranks that wait for it, so that they see it leave."""
 _LOOK_S = 1.0
 _LOOK_S_A_RANK = 0.0008
 """The two looks of each rank of a whole group take the store some 5 % of a core, at 20 us each."""
