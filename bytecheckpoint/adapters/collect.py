@@ -278,9 +278,7 @@ def check_can_be_lazy(entries: Sequence[Entry]) -> None:
 
 
 def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
-    """Returns this rank's memory of the buffers of all modules and of the tensors of data loaders, except those that a
-    save would refuse.
-    """
+    """Returns this rank's memory of modules' buffers and data loaders' tensors, but for what a save would refuse."""
     shards = LocalShards()
     for buffer in (buffer for entry in entries if isinstance(entry, _CHANGING) for buffer in entry.buffers()):
         parts: Mapping[str, Any] = {}

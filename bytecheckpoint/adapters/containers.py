@@ -169,9 +169,7 @@ def _holds_plain_tensors(value: Any) -> bool:
 
 
 def _adopted(value: Any, fqn: str, checkpoint: CheckpointView) -> StoredTree | None:
-    """Returns the stored dict that an empty dict of the state takes over, or the list with tensors that an empty list
-    does; None for other values.
-    """
+    """Returns the stored dict, or list with tensors, that an empty dict or list of the state takes over; else None."""
     kind = dict if isinstance(value, dict) else list
     is_empty = kind is dict or (type(value) is list and not value and fqn not in checkpoint.tree_leaves)
     found = checkpoint.subtree(fqn) if is_empty else None
@@ -183,9 +181,7 @@ def _adopted(value: Any, fqn: str, checkpoint: CheckpointView) -> StoredTree | N
 
 
 def _renamed_below(target: str, tree: dict[Any, Any], fqn: str, checkpoint: CheckpointView) -> dict[Any, Any]:
-    """Returns the dict of this checkpoint FQN without what a load does not rename to the state FQN `target` or below
-    it.
-    """
+    """Returns the dict of this checkpoint FQN without what is not renamed to the state FQN `target` or below it."""
     if not checkpoint.is_renamed:
         return tree
     kept = {}

@@ -40,18 +40,14 @@ class Expectation(NamedTuple):
 
     shards: list[LocalShard]
     claims: set[str]
-    """State FQNs that the entry has a place for, even if a problem keeps it from being filled; without those of its
-    shards.
-    """
+    """State FQNs that the entry has a place for, also where a problem keeps it from being filled; not its shards'."""
     problems: list[Problem]
     copies: Sequence[LocalShard] = ()
     """Shards in lower precision of tensors that are also loaded in full precision: converted whatever `cast` says."""
     padding: Sequence[LocalShard] = ()
     """Memory of padding, which the checkpoint has no elements for: zeroed when the shards are loaded."""
     skipped: AbstractSet[str] = frozenset()
-    """Those of the claims that are not filled because include or exclude leave out what they belong to, or another part
-    of the same value.
-    """
+    """The claims that are not filled: include or exclude leave out what they belong to, or a part of the same value."""
 
 
 class RankMissing(NamedTuple):

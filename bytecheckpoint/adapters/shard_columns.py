@@ -129,9 +129,7 @@ class ShardColumns(Sequence[LocalShard]):
         return memory[start : start + prod(shape)].view(shape)
 
     def copy_changing(self, changing: Collection[int], copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces the tensors whose storages begin at these addresses by what `copied` makes of them; the address of
-        such a tensor becomes 0.
-        """
+        """Replaces tensors whose storages begin at these addresses by what `copied` makes; their address becomes 0."""
         if not changing:
             return
         places = self._places
@@ -203,9 +201,7 @@ class WholeTensors(Sequence[LocalShard]):
         return _ColumnLayout(layouts, dtypes, shapes, regions, np.array(lengths, np.int64), are_complex, digest)
 
     def _look(self, layout: _ColumnLayout) -> _MemoryPlaces | None:
-        """Returns where the tensors lie; None if they have another layout. Reads each tensor once: each is a miss of
-        the processor's cache.
-        """
+        """Returns where the tensors lie; None if they have another layout. Reads each once: it is a cache miss."""
         addresses, starts, sizes = np.zeros((3, len(self)), np.int64)
         storages: list[torch.UntypedStorage] = []
         others: list[int] = []

@@ -95,9 +95,7 @@ class TreeTarget:
         self.unchanged: dict[str, torch.Tensor] = {}
         """Live subclasses that stay as they are, by state FQN."""
         self.own: dict[str, torch.Tensor] = {}
-        """Tensor subclasses of an object that gets new ones, by state FQN; each stays if the new one is not wholly
-        loaded.
-        """
+        """Subclasses of an object that gets new ones, by state FQN; each stays unless the new one is wholly loaded."""
 
     def expect(self, saved: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Expectation:
         """Returns the targets of all that the tree has, and a problem for each subclass in it that cannot be built."""

@@ -160,9 +160,7 @@ class Connection:
         return WireHeader(*HEADER.unpack(content))
 
     def disconnect(self) -> None:
-        """Ends all waits, as `interrupt` does. On the peer's end, tells the reader rank before that this rank ends the
-        exchange.
-        """
+        """Ends all waits, as `interrupt` does; the peer's end first tells the reader rank that this rank leaves."""
         with suppress(OSError):
             if self.is_established:  # else the message would wait, or be taken for a part of the request
                 self._socket.send(_LEAVING)

@@ -47,9 +47,7 @@ def decode_failure(message: bytes) -> CheckpointError:
 
 
 def no_thread(error: RuntimeError, use: str) -> CheckpointError:
-    """Returns the error (rank_failed) for a thread that could not be started; `use` says what takes threads, and what
-    to do.
-    """
+    """Returns the error (rank_failed) for lack of a thread; `use` says what takes threads, and what to do."""
     return CheckpointError(f"the process can have no more threads ({error}), of which {use}", kind="rank_failed")
 
 

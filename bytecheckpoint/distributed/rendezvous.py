@@ -185,9 +185,7 @@ def connect(
 
 
 def _resolved(address: Address, reasons: list[str]) -> Iterator[tuple[str, int, Any]]:
-    """Yields host, family and socket address of each host in turn; adds an error to `reasons` for each host that cannot
-    be resolved.
-    """
+    """Yields host, family and socket address of each host in turn; adds to `reasons` those that cannot be resolved."""
     for host in address.hosts:
         try:
             for family, _, _, _, socket_address in socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM):

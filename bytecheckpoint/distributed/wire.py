@@ -52,9 +52,7 @@ def decode_request(message: bytes, *, peer: int) -> UnitRequests:
 
 
 def with_digest(request: bytes) -> bytes:
-    """Returns a request behind its digest. Without one, a damaged request would bring intact bytes that were not asked
-    for.
-    """
+    """Returns a request behind its digest: a damaged one would bring intact bytes that were not asked for."""
     return xxhash.xxh3_64_digest(request) + request
 
 

@@ -1,6 +1,4 @@
-"""Detects the foreign format of a folder by the names in it, of a file by its first bytes, and has the reader of that
-format read it.
-"""
+"""Detects a foreign format by the names in a folder or the first bytes of a file, and has its reader read that."""
 
 from __future__ import annotations
 

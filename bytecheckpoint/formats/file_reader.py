@@ -50,9 +50,7 @@ class FileReader:
         return join_name(str(self.store), self.name)
 
     def read(self, byte_offset: int, byte_length: int) -> bytes:
-        """Returns these bytes. Raises CheckpointCorruptError (truncated) if the file has fewer, and the errors of
-        `Store.read_into`.
-        """
+        """Returns these bytes. Raises CheckpointCorruptError (truncated) beyond the end, or as `Store.read_into`."""
         end = byte_offset + byte_length
         if byte_offset < 0 or byte_length < 0 or end > self.byte_length:
             self.raise_damaged(
@@ -174,9 +172,7 @@ def too_much(path: str, what: str) -> UnsafeCheckpointError:
 
 
 def checked_name(name: str, path: str) -> str:
-    """Returns the name of a file that the one at `path` gives. Raises UnsafeCheckpointError (path_escape) if it could
-    lead out of the folder.
-    """
+    """Returns a file name given at `path`. Raises UnsafeCheckpointError (path_escape) if it could leave the folder."""
     try:
         return check_name(name)
     except UnsafeCheckpointError as error:

@@ -156,9 +156,7 @@ def _list_above(above: Store, folder: str = "") -> Mapping[str, int | None]:
 
 
 def from_root(path: str) -> str:
-    """Returns the path with `~` expanded and made absolute, so that folders above it have names. URLs and the empty
-    path stay as they are.
-    """
+    """Returns the path absolute, `~` expanded, so that folders above have names; URLs and the empty path as given."""
     path = expand_home(path)
     return os.path.abspath(path) if is_plain_path(path) else path  # noqa: PTH100 - as LocalStore does it: links stay
 
@@ -199,9 +197,7 @@ def manifest_bytes(found: FoundCheckpoint) -> bytes:
 
 
 def manifest_of(found: FoundCheckpoint) -> Manifest:
-    """Returns the manifest of a checkpoint, all of it checked. Raises the errors of `manifest_bytes` and
-    `decode_manifest`.
-    """
+    """Returns the manifest, all of it checked. Raises the errors of `manifest_bytes` and `decode_manifest`."""
     return layout.parse_manifest(manifest_bytes(found), path=found.manifest_path, check_all=True)
 
 

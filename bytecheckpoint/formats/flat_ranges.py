@@ -78,9 +78,7 @@ def lay_out(shapes: Sequence[Sequence[int]], paddings: Sequence[int] | None) -> 
 
 
 def partition_length(num_items: int, num_ranks: int, alignment: int) -> int:
-    """Returns the number of elements that each rank has of flat memory, which is padded so that this number is a
-    multiple of `alignment`.
-    """
+    """Returns the number of elements of flat memory that each rank has: padded to a multiple of `alignment`."""
     return -(-num_items // (alignment * num_ranks)) * alignment
 
 

@@ -45,9 +45,7 @@ class SourceFolder:
         return self.listing.get(name, 0) is None
 
     def list(self, inside: str) -> Mapping[str, int | None]:
-        """Returns the listing, in the form of `listing`, of a folder inside this one. The store is asked once for each
-        folder.
-        """
+        """Returns the listing, in the form of `listing`, of a folder in this one. The store is asked once for each."""
         if inside not in self._listings:
             self._listings[inside] = self.store.list(join_name(self.name, inside))
         return self._listings[inside]

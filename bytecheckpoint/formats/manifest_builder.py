@@ -88,9 +88,7 @@ class ManifestBuilder:
         self.tensors[fqn] = tensor_record(dtype, tuple(shape), chunks)
 
     def add_alias(self, fqn: str, stored_fqn: str) -> None:
-        """Adds `fqn` as another name of the tensor `stored_fqn`. Raises CheckpointMismatchError (conflict) if `fqn` is
-        taken.
-        """
+        """Adds `fqn` as another name of `stored_fqn`. Raises CheckpointMismatchError (conflict) if `fqn` is taken."""
         self._refuse_taken(fqn)
         self.aliases[fqn] = stored_fqn
 
@@ -207,9 +205,7 @@ class _PlainWalk:
     """Walks a value and counts: a small pickle can name the same list a billion times."""
 
     def __init__(self, path: str, on_tensor: OnTensor, renamed: dict[str, str]) -> None:
-        """`path` is for messages. `renamed` gets, by the old FQN, the new FQN of each TensorRef that has another place
-        in the value.
-        """
+        """`path` is for messages. `renamed` gets, by old FQN, the new FQN of each TensorRef that has moved."""
         self._path = path
         self._on_tensor = on_tensor
         self._num_values = 0
@@ -218,9 +214,7 @@ class _PlainWalk:
         """Extra state of modules by FQN; None if it stays where it is."""
 
     def plain(self, value: Any, fqn: str, levels_left: int) -> Any:
-        """Returns the value as plain data, with TensorRefs for tensors; `levels_left` of nesting are still allowed, its
-        own included.
-        """
+        """Returns the value as plain data, with TensorRefs; `levels_left` of nesting remain, its own included."""
         self._count(1, len(fqn))
         if levels_left == 0:
             raise too_much(self._path, f"its plain data is nested more than {MAX_DEPTH} deep")

@@ -22,9 +22,7 @@ def end_item(shape: Sequence[int], strides: Sequence[int], item_offset: int) -> 
 
 
 def num_outer_dims(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns the number of leading dimensions over which a view has to be split, so that each part lies row-major
-    without gaps.
-    """
+    """Returns over how many leading dimensions a view has to be split, for parts that lie row-major without gaps."""
     expected = 1
     for dim in reversed(range(len(shape))):
         if shape[dim] != 1 and strides[dim] != expected:

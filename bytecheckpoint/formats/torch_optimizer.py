@@ -21,9 +21,7 @@ _STATE, _GROUPS = "state.", "param_groups."
 
 
 def as_saved_here(value: Mapping[Any, Any]) -> dict[str, Any] | None:
-    """Returns the state_dict of an optimizer as the tree in which this library saves it, tensors included; None if the
-    dict is no such state_dict.
-    """
+    """Returns an optimizer's state_dict as the tree that this library saves, with tensors; None for another dict."""
     beside = {key: item for key, item in value.items() if key in _BESIDE and isinstance(item, dict)}
     if "param_groups" in value and value.keys() <= {"state", "param_groups", *beside}:
         tree = _tree_of_nested(value.get("state", {}), value["param_groups"])

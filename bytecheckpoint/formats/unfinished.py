@@ -1,6 +1,4 @@
-"""Says what is missing in a folder that another program began to write, or that was copied in part, and that is no
-checkpoint as it stands.
-"""
+"""Says what is missing in a folder that another program began to write, or that was copied in part."""
 
 from __future__ import annotations
 

@@ -197,9 +197,7 @@ class _Exchange(ConnectedThreads):
         return partial(self._send, connection, len(request))
 
     def _passing_on(self, read: Fetch) -> Fetch:
-        """Returns a fetch that reads a unit into memory that the host shares, and then passes it on to all ranks that
-        asked for bytes of it.
-        """
+        """Returns a fetch that reads a unit into shared memory, and passes it on to all that asked for bytes of it."""
         unit = read.file, read.byte_offset
         requests = self._requests.pop(unit, {})
         parts: list[ArenaPart] = []
@@ -215,9 +213,7 @@ class _Exchange(ConnectedThreads):
             self._pass_on(read, parts[0], requests)
 
         def wanted_by(start: int, end: int) -> str:
-            """Names what this rank wants of these bytes, else the ranks that asked for them: the reader rank verifies
-            for them.
-            """
+            """Names what this rank wants of these bytes, else who asked for them: the reader rank verifies for them."""
             names = self._ranks.global_ranks
             of_host = self._host.requests.get(unit, {})
             asked = [(pieces, [peer.global_rank for peer in peers]) for pieces, peers in requests.items()]
@@ -246,9 +242,7 @@ class _Exchange(ConnectedThreads):
     def _pass_on(
         self, fetch: Fetch, part: ArenaPart, requests: Mapping[tuple[ByteRange, ...], Sequence[Connection]]
     ) -> None:
-        """Passes on the unit in this part of the memory, puts what this rank wants of it into tensors, and releases the
-        part.
-        """
+        """Passes on the unit in this part, puts what this rank wants of it into tensors, and releases the part."""
         self._host.announce((fetch.file, fetch.byte_offset), part)
         for pieces, peers in requests.items():
             part.hold()

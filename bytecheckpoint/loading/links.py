@@ -63,9 +63,7 @@ def opening_at(path: str, opening: Opening, *, follow_links: bool) -> Opening:
 
 
 def sample_ranges(byte_length: int, directory_offset: int | None) -> list[tuple[int, int]]:
-    """Returns offset and length of the samples of a file, in bytes. The directory of an archive is sampled whole, up to
-    MAX_SAMPLE_BYTES.
-    """
+    """Returns offset and length of a file's samples: of an archive its whole directory, up to MAX_SAMPLE_BYTES."""
     if byte_length <= 2 * _END_BYTES:
         return [(0, byte_length)] if byte_length else []
     last = byte_length - _END_BYTES

@@ -198,9 +198,7 @@ def _shared(match: Match) -> list[int]:
 
 
 def _read_only(match: Match) -> list[int]:
-    """Returns the numbers of shards in memory that is read only, where a write kills the process; adds each to the
-    problems.
-    """
+    """Returns the numbers of shards in read-only memory, where a write kills the process; adds each to the problems."""
     targets = TargetShards.of(match.shards)
     addresses = targets.addresses.copy()
     for number, tensor in zip(targets.without_address, targets.tensors_without_address, strict=True):

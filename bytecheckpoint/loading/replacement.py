@@ -16,9 +16,7 @@ from bytecheckpoint.storage.store import Store
 
 @contextmanager
 def detect_replacement(store: Store, folder: str, manifest: Manifest) -> Iterator[None]:
-    """Turns the error about a missing file into an error of kind `replaced` if the folder has another checkpoint now,
-    or none.
-    """
+    """Turns the error of a missing file into one of kind `replaced` if the folder has another checkpoint, or none."""
     try:
         yield
     except CheckpointNotFoundError as error:

@@ -51,9 +51,7 @@ class ReaderShare(NamedTuple):
 
 
 class DividedPlan(NamedTuple):
-    """A load plan that one rank carries out together with others. The parts of a fetch are the bytes that this rank
-    wants of a unit.
-    """
+    """A load plan carried out with other ranks. The parts of a fetch are the bytes of a unit that this rank wants."""
 
     shared: Sequence[Fetch]
     """Fetches that this rank reads and of which other ranks want pieces."""

@@ -18,9 +18,7 @@ HOSTS_TOGETHER = 5
 """Hosts that share the reading of the same bytes; more are divided, and each part reads them once. A host exchanges
 bytes with one less, and a rank with one rank of each: it connects to four others at most, and four to it."""
 FEW_RANKS = 4
-"""Largest number of ranks that connect to one reader rank for a few bytes. Bytes that more ranks want are broadcast as
-a message.
-"""
+"""Most ranks that connect to one reader rank for a few bytes. What more ranks want is broadcast as a message."""
 _COMMON_BYTES = 256 << 10
 """Limit for the bytes that are broadcast to one rank."""
 _COMMON_BYTES_OF_ALL = 256 << 20
@@ -65,9 +63,7 @@ class ReadPath(NamedTuple):
 
 
 class ReadGroup(NamedTuple):
-    """Ranks that want the same runs and share the reading of them. The last rank may be one that wants none of them and
-    reads all.
-    """
+    """Ranks that want the same runs and share reading them. The last one may want none of them, and read all."""
 
     ranks: Sequence[int]
     parts: Sequence[Sequence[ExtentRun]]
@@ -136,9 +132,7 @@ def divide_reading(
 def share_of(
     rank: int, groups: Iterable[ReadGroup], common: Sequence[tuple[int, ExtentRun]], hosts: Hosts
 ) -> ReaderShare:
-    """Returns the share of a rank: what it reads, receives and relays in all groups, and the runs `common` to all, each
-    after its reader.
-    """
+    """Returns what a rank reads, receives and relays in all groups, and the `common` runs, each after its reader."""
     reads: list[ExtentRun] = []
     received: list[tuple[int, ExtentRun]] = []
     relayed: list[tuple[int, ExtentRun]] = []
@@ -220,9 +214,7 @@ class _Division:
             yield sorted(rank for host in part for rank in by_host[host])
 
     def _can_join(self, host: int, part: Sequence[int]) -> bool:
-        """Returns True if `host` can join the hosts of `part` without any of them exchanging bytes with more than
-        HOSTS_TOGETHER - 1 others.
-        """
+        """Returns True if `host` can join `part`, and none exchanges bytes with more than HOSTS_TOGETHER - 1 others."""
         known = self._partners
         joined = [len(known[other] | {host, *part} - {other}) < HOSTS_TOGETHER for other in part]
         return all(joined) and len(known[host] | {*part}) < HOSTS_TOGETHER

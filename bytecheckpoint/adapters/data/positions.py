@@ -110,9 +110,7 @@ def _checked(encoded: bytes, name: str, advice: str) -> bytes:
 
 
 def _small_tensor(fqn: str, tensor: torch.Tensor, *, advice: str) -> torch.Tensor:
-    """Returns a small dense tensor as it is. Raises CheckpointSaveError (unsupported_value) for any other, with
-    `advice` for a large one.
-    """
+    """Returns a small dense tensor. Raises CheckpointSaveError (unsupported_value), for large ones with `advice`."""
     refuse_sharded(fqn, tensor)
     dense_dtype(fqn, tensor)
     if tensor.nbytes > SMALL_TENSOR_BYTES:

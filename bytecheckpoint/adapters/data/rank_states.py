@@ -60,9 +60,7 @@ class ConsumedPrefix(NamedTuple):
     """The samples of an epoch that all ranks have passed, in the order in which a sampler deals them out."""
 
     state: Any
-    """State of a rank that goes on after these samples; before any sample, if all ranks have finished the epoch, or may
-    have finished it.
-    """
+    """State of a rank that goes on there; before any sample if all ranks have finished the epoch, or may have."""
     repeated_at_most: int
     """Samples, over all ranks, that were taken and are taken again."""
 

@@ -24,9 +24,7 @@ def count_once(loader: Any) -> None:
 
 
 def _make_iterator(loader: Any) -> Any:
-    """Makes the next iterator, and subtracts from its counts the batches that it read again. Later iterators are made
-    by the class's own method.
-    """
+    """Makes the next iterator and takes batches that it read again out of its counts. The class makes later ones."""
     vars(loader).pop(_MAKE, None)
     state = loader.next_iter_state
     iterator = getattr(loader, _MAKE)()

@@ -124,9 +124,7 @@ def _is_simple(value: Any, depth: int) -> bool:
 
 
 def encode_loader_state(part: StreamsPart, streams: Mapping[str, msgspec.Raw], owners: Mapping[str, int]) -> bytes:
-    """Returns the object of a manifest. `part` is that of any rank: only values that all ranks have in common are taken
-    from it.
-    """
+    """Returns the object of a manifest. `part` is any rank's: only what all ranks have in common is taken from it."""
     ids = sorted(streams)
     array = np.fromiter((owners[stream_id] for stream_id in ids), np.int32, count=len(ids))
     stored = _StoredStreams(

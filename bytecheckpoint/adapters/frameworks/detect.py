@@ -105,9 +105,7 @@ def _is_ddp(module: torch.nn.Module) -> bool:
 
 
 def _is_of_vescale(value: Any) -> bool:
-    """Returns True for an object of veScale's classes, and for torch's DTensor with a placement of veScale, which is
-    told by its attributes.
-    """
+    """Returns True for an object of veScale's classes, and a DTensor with its placements, told by their attributes."""
     if any(kind.__module__.partition(".")[0] == "vescale" for kind in type(value).__mro__):
         return True
     placements = value.placements if isinstance(value, DTensor) else ()

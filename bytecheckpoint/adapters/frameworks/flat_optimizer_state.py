@@ -168,9 +168,7 @@ class FlatParamState:
                     self._group.optimizer.state[self._memory][key] = new
 
     def finish(self, stored: StoredOptimizer) -> list[str]:
-        """Puts scalars in place. Returns a message for each scalar that parameters disagree about, which stays as it
-        is.
-        """
+        """Puts scalars in place. Returns a message for each that parameters disagree about: it stays as it is."""
         if self._had_none(stored):
             self._group.optimizer.state.pop(self._memory, None)
         values: dict[str, tuple[str, Any]] = {}

@@ -50,9 +50,7 @@ class _PartFields(NamedTuple):
 
 
 class FlatParamPart(_PartFields):
-    """A run of flat memory whose elements are consecutive elements of a tensor, or of a box in it, counted by rows or
-    in `order`.
-    """
+    """A run of flat memory: consecutive elements of a tensor, or of a box in it, counted by rows or in `order`."""
 
     @cached_property
     def _cuts(self) -> Sequence[_FlatRegion]:

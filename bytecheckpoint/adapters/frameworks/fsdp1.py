@@ -74,9 +74,7 @@ def is_flattened(parameter: torch.Tensor | None) -> bool:
 
 
 def shows_parameter(parameter: torch.Tensor) -> bool:
-    """Returns True for a tensor that FSDP1 shows in place of one parameter: a view of its part of the flat parameter
-    (`use_orig_params`).
-    """
+    """Returns True for a view of a part of a flat parameter that FSDP1 shows as one parameter (`use_orig_params`)."""
     return is_flattened(parameter) and not getattr(parameter, "_is_flat_param", False)
 
 

@@ -88,9 +88,7 @@ class ModuleTree(NamedTuple):
     is_walked_as_usual: bool
     """True if parameters and buffers are found by torch's own methods: nothing overrides them, or `walked` made it."""
     is_saved_as_usual: bool
-    """True if the state_dict is made by torch's own methods, too, and no hook and no extra state adds to it; and in a
-    tree from `walked`.
-    """
+    """True if torch's own methods make the state_dict, and no hook or extra state adds to it; and after `walked`."""
     resharding: Sequence[Callable[..., Any]]
     """The hooks of fully_shard. Any other hook makes `is_saved_as_usual` False."""
     extra_states: Sequence[tuple[str, torch.nn.Module]] = ()

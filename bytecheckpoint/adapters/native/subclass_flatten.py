@@ -95,9 +95,7 @@ def outer_fqn(facts_fqn: str) -> str:
 
 
 def enclosing(fqn: str, outer: Collection[str]) -> list[str]:
-    """Returns those of the subclasses `outer`, given by FQN, that contain this FQN, the innermost first. None contains
-    its own FQN.
-    """
+    """Returns those of the subclasses `outer`, all FQNs, that contain this FQN and are not it, the innermost first."""
     found, name = [], fqn.rpartition(".")[0]
     while name:
         if name in outer:

@@ -69,9 +69,7 @@ def refusals(
 
 
 def _refused_prefixes(fqns: Collection[str], outer: Collection[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the FQN prefixes of the outermost subclasses that these FQNs lie in, and of all subclasses that share
-    tensors with any of them.
-    """
+    """Returns the FQN prefixes of the outermost subclasses around these FQNs, and of all that share their tensors."""
     refused = {enclosing(fqn, outer)[-1] for fqn in fqns}
     pairs = [(enclosing(alias, outer), enclosing(fqn, outer)) for alias, fqn in aliases.items()] if refused else []
     links = [{of_alias[-1], of_own[-1]} for of_alias, of_own in pairs if of_alias and of_own]

@@ -237,9 +237,7 @@ def _dataclass(value: Mapping[str, Any], shape: tuple[int, ...], device: torch.d
 
 
 def _imported(name: str) -> type[Any]:
-    """Returns the class of this name. Raises LookupError unless its module has been imported before: importing it here
-    would run its code.
-    """
+    """Returns the class of this name. Raises LookupError unless its module is imported: importing it would run code."""
     parts = str(name).split(".")
     for count in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:count]))

@@ -127,9 +127,7 @@ def _count_tensors(value: Any, shapes: Shapes, *, depth: int, is_known: bool) ->
 
 
 def held_by(optimizers: Iterable[Any], *, without: Iterable[Any] = ()) -> Shapes:
-    """Counts the state tensors of these optimizers by shape, except for tensors that the optimizers `without` have as
-    well.
-    """
+    """Counts the state tensors of these optimizers by shape, but for those that the optimizers `without` have, too."""
     elsewhere = {id(tensor) for tensor in _state_tensors(without)}
     return Counter(tuple(tensor.shape) for tensor in _state_tensors(optimizers) if id(tensor) not in elsewhere)
 

@@ -340,9 +340,7 @@ class OptimizerEntry:
                 yield parameter, names
 
     def _flat_states(self, stored: StoredOptimizer | None = None) -> Iterator[FlatParamState]:
-        """Yields the state of all flat memory that holds elements of parameters; with `stored`, not of groups that are
-        refused.
-        """
+        """Yields the state of all flat memory with elements of parameters; with `stored`, not of refused groups."""
         flat = self._optimized.flat
         refused = self._find_refused(stored).groups if flat and stored is not None else ()
         for group in self._groups() if flat else ():

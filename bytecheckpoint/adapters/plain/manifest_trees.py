@@ -48,9 +48,7 @@ def _are_own_names(fqn: str, refs: Mapping[str, str]) -> bool:
 
 
 def named_by_content(manifest: Manifest) -> set[str]:
-    """Returns the FQNs of tensors that are leaves of plain data, of any rank, but are stored under another name than
-    that of the leaf.
-    """
+    """Returns the FQNs of tensors that are stored under another name than that of their leaf, of any rank."""
     is_any = "@" in "".join(manifest.tensors)
     candidates = {fqn for fqn in manifest.tensors if "@" in fqn and is_content_fqn(fqn)} if is_any else set()
     if not candidates:

@@ -55,9 +55,7 @@ def digests_of(plain: PlainData) -> dict[str, bytes]:
 
 
 def restored(sent: Sequence[tuple[PlainData, Collection[str]]], known: Mapping[bytes, bytes]) -> Restored:
-    """Puts values in place of digests. `sent` has the data and the digested FQNs of each rank, `known` the values of
-    the last save by digest.
-    """
+    """Restores values. `sent` has data and digested FQNs of each rank, `known` the last save's values by digest."""
     values = {
         xxhash.xxh3_128_digest(value): value
         for plain, fqns in sent

@@ -26,9 +26,7 @@ _ITEMS = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class Tagged(NamedTuple):
-    """A value as it is written: as the one pair of a dict encoded as pairs. A dict of a state whose one key is a str is
-    never encoded so.
-    """
+    """A value as it is written: the one pair of a dict encoded as pairs, as no dict with one str key ever is."""
 
     tag: str
     content: Any
@@ -67,9 +65,7 @@ def is_tagged(pairs: Any) -> bool:
 
 
 def untag_value(tag: str, content: Any) -> Any:
-    """Returns the value that was written with this tag. Raises ValueError, TypeError or OverflowError if no value of
-    the tag has this content.
-    """
+    """Returns the value of a tag. Raises ValueError, TypeError or OverflowError if none has this content."""
     return _FROM_TAG[tag](content)
 
 

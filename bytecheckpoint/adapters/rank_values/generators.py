@@ -132,9 +132,7 @@ def _kind(generator: Generator) -> str:
 
 
 def at(tree: Any, keys: tuple[Any, ...]) -> Any:
-    """Returns the part of a tree at the end of a path of keys. If the path leads nowhere, returns a marker for which
-    `is_there` is False.
-    """
+    """Returns the part of a tree at a path of keys, or a marker for which `is_there` is False if it leads nowhere."""
     for key in keys:
         is_index = type(tree) in (list, tuple) and type(key) is int and 0 <= key < len(tree)
         if not (key in tree if isinstance(tree, dict) else is_index):
@@ -149,9 +147,7 @@ def is_there(part: Any) -> bool:
 
 
 def put_back(tree: Any, generators: list[FoundGenerator]) -> Any:
-    """Returns the tree with generators in place of their states, also where a dict of the tree lacks the state. Changes
-    its dicts and lists.
-    """
+    """Returns the tree with generators in place of states, also where a dict lacks one. Changes its dicts and lists."""
     for keys, generator in generators:
         if is_there(at(tree, keys)) or (keys and isinstance(at(tree, keys[:-1]), dict)):
             tree = _replaced(tree, keys, generator)

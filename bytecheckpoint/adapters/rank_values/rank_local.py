@@ -73,9 +73,7 @@ class RankLocal:
 
 
 class RankLocalEntry:
-    """A `RankLocal`: small tensors are saved in its plain data, large ones in data files, under names that are made of
-    their content.
-    """
+    """A `RankLocal`: small tensors are in its plain data, large ones in data files, named by their content."""
 
     def __init__(self, fqn: str, value: RankLocal) -> None:
         self.fqn = fqn

@@ -117,9 +117,7 @@ class ConnectedThreads:
             connection.interrupt()
 
     def _close(self, limit_s: float) -> None:
-        """Waits until no thread has anything under way, and closes the connections. After an error, interrupts them
-        `limit_s` later.
-        """
+        """Waits for all threads, after an error interrupts connections `limit_s` later, and closes the connections."""
         if self._errors:
             wait(self._futures, timeout=limit_s)
             self._interrupt()

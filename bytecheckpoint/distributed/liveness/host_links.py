@@ -80,9 +80,7 @@ class HostLinks:
         return not any(rank in known for known in (self._open, self._ended, self._connecting))
 
     def connect(self, rank: int, address: Address) -> None:
-        """Opens a link on a thread. Raises nothing if that fails: without a link, the end of that rank is noticed only
-        at the time limit of a call.
-        """
+        """Opens a link on a thread. Raises nothing: without it, that rank's end is noticed at a call's time limit."""
         self._begin(rank, lambda: self._connect(rank, address))
 
     def _begin(self, rank: int, connect: Callable[[], None]) -> None:
@@ -194,9 +192,7 @@ class HostLinks:
             _leave(self._new.pop(0))
 
     def _admit(self, link: socket.socket) -> None:
-        """Accepts a new link if it shows the token, else closes it. Raises BlockingIOError if its hello has not arrived
-        yet.
-        """
+        """Accepts a link that shows the token, else closes it. Raises BlockingIOError if its hello is not there yet."""
         try:
             hello = link.recv(_HELLO.size)
         except BlockingIOError:

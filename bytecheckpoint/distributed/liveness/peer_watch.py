@@ -123,9 +123,7 @@ class PeerWatch:
             self._store.set(_presence_key(self._rank), msgspec.msgpack.encode(self._own))  # type: ignore[arg-type]
 
     def meet(self) -> None:
-        """Begins to watch, and opens links to the watched ranks on other hosts. Call it when those ranks have called
-        `introduce`.
-        """
+        """Begins to watch, and links to watched ranks elsewhere. Call it when those ranks have called `introduce`."""
         with self._lock:
             self._meet()
 

@@ -141,9 +141,7 @@ def _log_no_sharing(what: str, error: Exception) -> None:
 
 
 def _offers_by_host(payloads: Sequence[bytes]) -> list[bytes]:
-    """Returns, for each rank, the offers of all ranks of its host, by rank; an empty dict for a rank that offers no
-    memory.
-    """
+    """Returns the offers of all ranks of each rank's host, by rank; an empty dict for a rank that offers no memory."""
     offers = [msgspec.msgpack.decode(payload, type=MemoryOffer | None) for payload in payloads]
     by_host: dict[tuple[str, str], dict[int, MemoryOffer]] = {}
     for rank, offer in enumerate(offers):

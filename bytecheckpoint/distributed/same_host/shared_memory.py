@@ -99,9 +99,7 @@ class OwnMemory:
         return None
 
     def wake(self, message: Message) -> None:
-        """Puts a message into this rank's own queue, to wake a thread; drops it if the queue is full, since then no
-        thread waits.
-        """
+        """Puts a message into this rank's own queue, to wake a thread; drops it if that is full: none waits then."""
         with suppress(BlockingIOError):
             os.write(self._write_end, _MESSAGE.pack(*message))
 

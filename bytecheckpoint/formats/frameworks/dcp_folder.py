@@ -249,9 +249,7 @@ class _DcpFolder:
 
 
 def _with_lists(value: Any) -> Any:
-    """Returns a value with its _Containers as lists where keys were positions, else as dicts. Torch makes texts of the
-    keys of dicts.
-    """
+    """Returns a value, _Containers as lists where keys were positions, else dicts: torch makes texts of dict keys."""
     if type(value) is not _Container:
         return value
     items = {key: _with_lists(item) for key, item in value.items()}

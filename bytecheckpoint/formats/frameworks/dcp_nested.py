@@ -20,9 +20,7 @@ class _Kind(NamedTuple):
     """The names that a program gives to the folders."""
 
     members: Mapping[str, str]
-    """Folder -> the name that its content gets; "" if the content has names already. The first is the folder of the
-    model.
-    """
+    """Folder -> the name that its content gets, "" if it has names already. The first is the folder of the model."""
     extra: str
     """The folder with a file for each rank, if there is one."""
 

@@ -80,9 +80,7 @@ def _rank_file(folder: str, saved: SavedFile) -> RankFile:
 
 
 def _arrange(opened: list[RankFile], builder: ManifestBuilder) -> dict[Rank, RankFile]:
-    """Returns the files by rank. Refuses files of missing or repeated ranks, and of several saves. Notes optimizer
-    state as left out.
-    """
+    """Returns the files by rank. Refuses missing or repeated ranks, and several saves; leaves out optimizer state."""
     files: dict[Rank, RankFile] = {}
     for file in opened:
         other = files.setdefault(file.rank, file)

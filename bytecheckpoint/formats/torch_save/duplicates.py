@@ -30,9 +30,7 @@ class Comparer:
         self._bytes_left = _MAX_ALL_BYTES
 
     def same_value(self, one: tuple[SavedFile, Any], other: tuple[SavedFile, Any], fqn: str) -> bool | None:
-        """Compares two tensors as `same` does, or two values of plain data: None if both hold tensors. A tensor and
-        plain data always differ.
-        """
+        """Compares two tensors as `same` does, or plain data: None if both hold tensors. One of each always differ."""
         are_tensors = [isinstance(value, StoredView) for _, value in (one, other)]
         if all(are_tensors):
             return self.same(one, other, fqn)

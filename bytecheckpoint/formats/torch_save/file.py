@@ -159,9 +159,7 @@ def moved(chunks: Iterable[Chunk], offsets: Sequence[int]) -> list[Chunk]:
 
 
 class SavedFile(NamedTuple):
-    """A file of torch.save that is a part of a checkpoint. `add_tensor`, `plain` and `take_apart` add its tensors to
-    the builder.
-    """
+    """A file of torch.save in a checkpoint. `add_tensor`, `plain` and `take_apart` add its tensors to the builder."""
 
     archive: TorchArchive
     file: int
@@ -195,9 +193,7 @@ class SavedFile(NamedTuple):
         return plain_tree(value, fqn, path=self.path, on_tensor=self.add_tensor)
 
     def take_apart(self, value: Any) -> None:
-        """Adds a whole state to the builder. A tensor that has several names is added once; the other names are
-        aliases.
-        """
+        """Adds a whole state to the builder. A tensor of several names is added once; the other names are aliases."""
         known: dict[str, str] = {}
 
         def add(fqn: str, view: StoredView) -> None:

@@ -164,9 +164,7 @@ def _add_sharded(
 def _add_differences(
     rank: int, one: tuple[SavedFile, dict[str, Any]], first: tuple[SavedFile, dict[str, Any]], comparer: Comparer
 ) -> None:
-    """Adds the values that a rank does not share with the first rank, as `rank_<number>`; among them are tensors that
-    are too large to compare.
-    """
+    """Adds values that a rank does not share with the first, as `rank_<number>`; also tensors too large to compare."""
     saved, found = one
 
     def is_own(fqn: str, leaf: Any) -> bool:

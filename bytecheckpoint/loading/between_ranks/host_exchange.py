@@ -71,9 +71,7 @@ class HostExchange:
         self._lock = threading.Lock()
 
     def ask(self, received: Mapping[int, Sequence[Fetch]]) -> None:
-        """Asks the other ranks for what this one wants: the units to be `received` from each. Call it once, before
-        `serve`.
-        """
+        """Asks the other ranks for the units to be `received` from each. Call it once, before `serve`."""
         for rank, units in received.items():
             self._awaited[rank] = {(fetch.file, fetch.byte_offset): fetch for fetch in units}
         self._num_left = sum(map(len, self._awaited.values()))
@@ -169,9 +167,7 @@ class HostExchange:
             self._num_left -= 1
 
     def _check_processes(self) -> None:
-        """Raises CheckpointError (rank_missing) for a rank of the host that is gone; tells the other ranks that this
-        rank is not stuck.
-        """
+        """Raises CheckpointError (rank_missing) for a rank that is gone; tells others that this one is not stuck."""
         with self._lock:
             if time.monotonic() - self._checked_at < _CHECK_S:
                 return
@@ -183,9 +179,7 @@ class HostExchange:
             self.beat()
 
     def _check_silence(self) -> None:
-        """Raises CheckpointError (rank_missing) for a rank from which nothing has come for too long. Called when no
-        message waits to be read.
-        """
+        """Raises CheckpointError (rank_missing) for a rank that is silent too long. Call it when no message waits."""
         now, timeout_s = time.monotonic(), self._timeout_s
         take_timeout_s = taking_timeout(timeout_s)
         silent = [rank for rank, units in self._awaited.items() if units and now - self._seen_at[rank] > timeout_s]
