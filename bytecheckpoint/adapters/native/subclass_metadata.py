@@ -114,7 +114,7 @@ def _differences(name: str, stored: Any, expected: Any) -> list[str]:
         return [text for key in stored for text in _differences(f"{name} {key}", stored[key], expected[key])]
     if _is_same(stored, expected):
         return []
-    return [f"{name} {_shown(stored)} in the checkpoint, {_shown(expected)} in the state"]
+    return [f"{name} {stored!r:.80} in the checkpoint, {expected!r:.80} in the state"]
 
 
 def _is_same(stored: Any, expected: Any) -> bool:
@@ -125,11 +125,6 @@ def _is_same(stored: Any, expected: Any) -> bool:
     if type(stored) is dict:
         return stored.keys() == expected.keys() and all(_is_same(item, expected[key]) for key, item in stored.items())
     return bool(stored == expected) or (type(stored) is float and isnan(stored) and isnan(expected))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def are_facts(value: Any) -> bool:
@@ -177,7 +172,7 @@ def _from_plain(value: Any, shape: tuple[int, ...], device: torch.device) -> Any
     if _OUTER in value:
         sequence = _SEQUENCES.get(value[_OUTER]) if type(value[_OUTER]) is str else None
         if sequence is None:
-            raise LookupError(f"{_shown(value[_OUTER])} is not a kind of shape")
+            raise LookupError(f"{value[_OUTER]!r:.80} is not a kind of shape")
         return sequence(shape)
     if _DEVICE in value:
         return device
@@ -193,7 +188,7 @@ def _from_plain(value: Any, shape: tuple[int, ...], device: torch.device) -> Any
 def _member(value: Mapping[str, Any]) -> enum.Enum:
     cls, name = _imported(value[_ENUM]), value.get("name")
     if not issubclass(cls, enum.Enum) or type(name) is not str or name not in cls.__members__:
-        raise LookupError(f"{value[_ENUM]} is not an enum with a member {_shown(name)}")
+        raise LookupError(f"{value[_ENUM]} is not an enum with a member {name!r:.80}")
     return cls.__members__[name]
 
 
@@ -208,7 +203,7 @@ def _namedtuple(value: Mapping[str, Any], shape: tuple[int, ...], device: torch.
 def _fields(value: Mapping[str, Any]) -> dict[str, Any]:
     fields = value.get("fields")
     if type(fields) is not dict:
-        raise LookupError(f"{_shown(fields)} are not fields")
+        raise LookupError(f"{fields!r:.80} are not fields")
     return fields
 
 

@@ -68,7 +68,7 @@ def merge_plain(
 
 def _conflict_error(conflicts: Sequence[_Conflict], global_ranks: Sequence[int]) -> CheckpointMismatchError:
     lines = [
-        f"{fqn}: {_shown(a)} on rank {global_ranks[first]}, {_shown(b)} on rank {global_ranks[second]}"
+        f"{fqn}: {a!r:.60} on rank {global_ranks[first]}, {b!r:.60} on rank {global_ranks[second]}"
         for fqn, (a, b), (first, second) in conflicts
     ]
     return CheckpointMismatchError(
@@ -94,7 +94,7 @@ def refuse_tensors(
             value = leaves(decode_plain(data), fqn).get(fqn, TensorRef(fqn))
             if scope == "rank" or not isinstance(value, TensorRef):
                 holders = global_ranks[writers[fqn]], global_ranks[rank]
-                other = "a RankLocal" if isinstance(value, TensorRef) else _shown(value)
+                other = "a RankLocal" if isinstance(value, TensorRef) else f"{value!r:.60}"
                 lines.append(f"{fqn}: a tensor on rank {holders[0]}, {other} on rank {holders[1]}")
                 ranks.update(holders)
     if lines:
@@ -130,8 +130,3 @@ def _unite(values: Mapping[int, Any], fqn: str, conflicts: list[_Conflict], *, i
     if odd is not None:
         conflicts.append(_Conflict(fqn, (value, odd[1]), (first, odd[0])))
     return value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

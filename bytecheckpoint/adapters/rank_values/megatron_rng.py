@@ -72,7 +72,8 @@ def choose_tracker(tree: dict[str, Any], saved: SavedByRank, rank: int, moment: 
     Names for which there are none get a stream of their own, if there is a root, else they are left out: the tracker
     keeps what it has. It keeps all that it has if no rank saved a tracker.
     """
-    trees = {number: saved.tree(number).get(_KEY) for number in sorted(saved.data)} if _is_used(tree) else {}
+    is_used = _KEY in tree or bool(_live_states())  # by the rank's own state, or by this process
+    trees = {number: saved.tree(number).get(_KEY) for number in sorted(saved.data)} if is_used else {}
     held = {number: tracked for number, tracked in trees.items() if tracked is not None}
     tree.pop(_KEY, None)
     if not held:
@@ -96,8 +97,3 @@ def choose_tracker(tree: dict[str, Any], saved: SavedByRank, rank: int, moment: 
             place_name = f"rank {rank}" if found or not place else f"at {own}"
             states[name] = philox_state(key_of(root, moment, name, place_name))
     tree[_KEY] = {"states": states, "at": place}
-
-
-def _is_used(tree: Mapping[str, Any]) -> bool:
-    """Returns True if the rank's own state or this process has a tracker."""
-    return _KEY in tree or bool(_live_states())
