@@ -190,8 +190,10 @@ class _Division:
         """By host: the other hosts with which it exchanges bytes."""
         self._extents = extents
         self._read_bytes = [0] * num_ranks
-        self._divided: dict[tuple[int, ...], _Divided] = {}
-        """By `id(runs)` and the loads. Replicas mostly have equal loads, and divide the same runs alike."""
+        self._runs: Sequence[ExtentRun] = ()
+        """The runs that were divided last."""
+        self._divided: dict[tuple[int, ...], tuple[list[list[ExtentRun]], list[int]]] = {}
+        """Parts of these runs and the bytes of each, by the loads: replicas mostly have equal ones."""
 
     def parts_of(self, ranks: Sequence[int]) -> Iterator[Sequence[int]]:
         """Divides the ranks into parts that share reading. A part has all of the ranks on a few hosts; hosts that
@@ -227,11 +229,10 @@ class _Division:
         if not readers and holders is not None:
             self._add_of_others(together, holders, runs)
             return
-        divided = self._divide(runs, readers)
-        for rank, num_bytes in zip(readers, divided.amounts, strict=True):
+        parts, amounts = self._divide(runs, readers)
+        for rank, num_bytes in zip(readers, amounts, strict=True):
             self._read_bytes[rank] += num_bytes
         if len(together) > 1:
-            parts = divided.parts
             if len(readers) < len(together):
                 of_reader = dict(zip(readers, parts, strict=True))
                 parts = [of_reader.get(rank, []) for rank in together]
@@ -247,25 +248,16 @@ class _Division:
         for reader, part in by_reader.items():
             self.groups.append(ReadGroup([*together, reader], [*([] for _ in together), part]))
 
-    def _divide(self, runs: Sequence[ExtentRun], readers: Sequence[int]) -> _Divided:
+    def _divide(self, runs: Sequence[ExtentRun], readers: Sequence[int]) -> tuple[list[list[ExtentRun]], list[int]]:
+        """Returns the part of each reader rank, and the bytes of each part."""
+        if runs is not self._runs:
+            self._runs, self._divided = runs, {}
         least = min(self._read_bytes[rank] for rank in readers)
-        loads = [self._read_bytes[rank] - least for rank in readers]
-        key = (id(runs), *loads)
-        if key not in self._divided:
+        loads = tuple(self._read_bytes[rank] - least for rank in readers)
+        if loads not in self._divided:
             parts = _divide_runs(runs, loads, self._extents)
-            amounts = [sum(map(self._extents.num_bytes, part)) for part in parts]
-            self._divided[key] = _Divided(runs, parts, amounts)
-        return self._divided[key]
-
-
-class _Divided(NamedTuple):
-    """Runs as some readers divide them."""
-
-    runs: Sequence[ExtentRun]
-    """Kept, so that no other runs get their id."""
-    parts: Sequence[Sequence[ExtentRun]]
-    amounts: Sequence[int]
-    """Bytes of each part."""
+            self._divided[loads] = parts, [sum(map(self._extents.num_bytes, part)) for part in parts]
+        return self._divided[loads]
 
 
 def _take_common(by_ranks: dict[tuple[int, ...], list[ExtentRun]], extents: Extents, max_bytes: int) -> list[ExtentRun]:
