@@ -23,9 +23,7 @@ def run_with_timeout(limit_s: float, do: Callable[[], T]) -> T:
 
 
 def run_on_thread(do: Callable[[], T]) -> Future[T]:
-    """Runs `do` on a thread while the caller goes on. If there can be no more threads, the caller runs it, and gets its
-    error at once.
-    """
+    """Runs `do` on a thread; if there can be no more threads, the caller runs it, and gets its error at once."""
     try:
         return shared_threads().submit("bcp-ranks", do)
     except CheckpointError:  # a signal handler's

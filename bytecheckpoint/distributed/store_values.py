@@ -1,6 +1,4 @@
-"""Messages of any length in a key-value store that limits the length of its values: a long message is put there in
-parts.
-"""
+"""Messages of any length in a key-value store that limits the length of values: long ones are put there in parts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Adds to the error about a straggler how long its bytes take at the coordinator's own rate: so the user can tell slow
-storage from a stuck rank.
-"""
+"""Adds to a straggler's error its bytes' time at the coordinator's rate, to tell slow storage from a stuck rank."""
 
 from __future__ import annotations
 

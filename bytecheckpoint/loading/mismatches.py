@@ -169,9 +169,7 @@ def _is_refused(merged: MergedFindings, ignored: Collection[str]) -> bool:
 
 
 def warn_of_unused(merged: MergedFindings, path: str) -> None:
-    """Issues one warning for rules that match nothing and for a load that filled nothing, if there is either: most
-    often a name is misspelt.
-    """
+    """Warns once of rules that match nothing and of a load that filled nothing: most often a name is misspelt."""
     texts = [f"{rule} matches nothing in the checkpoint" for rule in merged.unused]
     if not merged.fills:
         texts.append("nothing of the state was filled")

@@ -33,9 +33,7 @@ class StateChanges:
         self._has_overwritten = True
 
     def describe(self, whose: str) -> str:
-        """Returns a sentence about the condition of the state and what to do now; `whose` follows `the state` in
-        it.
-        """
+        """Returns a sentence on the state's condition and what to do now; `whose` follows `the state` in it."""
         if self._has_overwritten:
             return f"The state{whose} is partly overwritten: {_BEFORE_USE}"
         if self.may_have_overwritten:
