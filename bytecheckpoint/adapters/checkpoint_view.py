@@ -299,9 +299,7 @@ class CheckpointView:
         return {name if fqn else name.removesuffix("."): fqn for name, fqn in by_name.items()}
 
     def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
-        """Returns this state FQN, or else the innermost FQN that contains it, for which this rank has no value, with
-        the reason; None if there is no such FQN.
-        """
+        """Returns the innermost FQN at or above this one for which this rank has no value, and why; None without."""
         parts = fqn.split(".") if self._missing else []
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         return next(((name, self._missing[name]) for name in names if name in self._missing), None)

@@ -23,9 +23,7 @@ _PART_ELEMENTS = 1 << 24
 
 
 def check_finite(contents: Sequence[EntryContents], *, check: FiniteCheck, path: str, rank: int) -> None:
-    """Names this rank's tensors with values that are not finite: in a logged warning for `warn`, in a
-    CheckpointSaveError (not_finite) for `refuse`.
-    """
+    """Names this rank's tensors with values that are not finite, in a warning or a CheckpointSaveError (not_finite)."""
     if check == "off":
         return
     found = [text for entry in contents for shard in entry.shards if (text := _describe(shard))]

@@ -97,9 +97,7 @@ def _rules(key_map: object) -> Iterable[object]:
 
 
 def _pair(rule: object) -> tuple[str, str]:
-    """Returns two FQNs of a dict, or pattern and replacement of a list. Raises CheckpointMismatchError (conflict) for a
-    rule that is not two strings.
-    """
+    """Returns both strings of a rule, FQNs or pattern and replacement. Raises CheckpointMismatchError (conflict)."""
     if isinstance(rule, tuple | list) and len(rule) == 2:
         first, second = rule
         if isinstance(first, str) and isinstance(second, str):

@@ -242,9 +242,7 @@ def right_to_left(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[
 
 
 def left_to_right(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[Interval]:
-    """Returns the indices that this rank holds if distribute_tensor cut the dimension, of this length: each mesh axis
-    cuts what the axes before it left.
-    """
+    """Returns this rank's indices if distribute_tensor cut the dimension: each mesh axis cuts what others left."""
     held: list[Interval] = [(0, length)]
     for placement, num_parts, coordinate in mesh_axes:
         if isinstance(placement, StridedShard) and placement.dim == dim:

@@ -248,9 +248,7 @@ class ShardBlocks(Sequence[LocalShard]):
         return self.blocks[block][index - self._starts[block]]
 
     def resolved(self) -> ShardBlocks:
-        """Returns these shards, with each WholeTensors replaced by its `shards()`, whose memory is located. Raises the
-        errors of `WholeTensors.shards`.
-        """
+        """Returns these shards, each WholeTensors replaced by its located `shards()`, whose errors this raises."""
         return ShardBlocks(block.shards() if isinstance(block, WholeTensors) else block for block in self.blocks)
 
     def records(self) -> Iterator[LocalShard]:

@@ -257,9 +257,7 @@ def look_at(tensors: Sequence[torch.Tensor], *, are_complex: bool) -> Memories:
 
 
 def is_row_major(tensor: torch.Tensor) -> bool:
-    """Returns True if memory, of any device, holds the tensor's elements row-major, without gaps, and with no
-    conjugation or negation pending.
-    """
+    """Returns True if memory holds the elements row-major without gaps, and no conjugation or negation is pending."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -290,9 +288,7 @@ def shares_elements(tensor: torch.Tensor) -> bool:
 
 
 def has_all_memory(tensor: torch.Tensor) -> bool:
-    """Returns True if all memory of a dense tensor is there: a storage can be freed or made smaller under it. Always
-    True for an empty tensor and on the meta device.
-    """
+    """Returns True if all memory of a dense tensor is there, as of an empty or meta one: a storage can be freed."""
     num_bytes = tensor.nbytes
     if num_bytes and not tensor.is_contiguous():
         reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))

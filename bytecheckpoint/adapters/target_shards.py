@@ -1,6 +1,4 @@
-"""The shards that a load fills, with their columns: a state may hold 100,000 small tensors, and each step of a load
-asks for one thing of all of them.
-"""
+"""The shards that a load fills, with their columns: each step asks for one thing of perhaps 100,000 of them."""
 
 from __future__ import annotations
 

@@ -145,9 +145,7 @@ def conflicting(path: str, what: str, advice: str) -> CheckpointMismatchError:
 
 
 def missing_file(path: str, what: str, lost: str = "the files of all ranks") -> CheckpointNotFoundError:
-    """Returns the error for a checkpoint that has lost files; `what` begins with the verb whose subject is `path`, and
-    `lost` names what to restore.
-    """
+    """Returns the error for lost files; `what` has the verb to the subject `path`, `lost` names what to restore."""
     text = f"{path} {what}; nothing was loaded: restore {lost}, or take another checkpoint"
     return CheckpointNotFoundError(text, kind="missing_file", path=path)
 

@@ -55,9 +55,7 @@ def is_folder(source: SourceFolder) -> bool:
 
 
 def read_folder(source: SourceFolder) -> None:
-    """Reads the files of a folder: those that an index names, else `model.safetensors` alone, else all files.
-    Raises as `detect.read_manifest` does.
-    """
+    """Reads the files that an index names, else `model.safetensors`, else all. Raises as `detect.read_manifest`."""
     indices = sorted(name for name in source.files if name.endswith(INDEX_SUFFIX))
     files = sorted(name for name in source.files if name.endswith(SUFFIX))
     if _INDEX in indices or len(indices) == 1:
@@ -117,9 +115,7 @@ def files_of_index(source: SourceFolder, name: str) -> frozenset[str]:
 
 
 def read_index(source: SourceFolder, name: str) -> dict[str, str]:
-    """Returns tensor name -> file name, as an index says. Raises CheckpointNotFoundError (missing_file),
-    CheckpointCorruptError or UnsafeCheckpointError.
-    """
+    """Returns tensor name -> file name of an index. Raises as `detect.read_manifest` does."""
     content = source.reader(name)
     if content.byte_length > _MAX_INDEX_BYTES:
         raise too_much(content.path, f"it has {content.byte_length} bytes, at most {_MAX_INDEX_BYTES} are read")

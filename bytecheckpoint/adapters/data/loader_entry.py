@@ -73,9 +73,7 @@ class DataLoaderEntry:
         """Set by a load that has filled the loader."""
 
     def buffers(self) -> Sequence[torch.Tensor]:
-        """Returns the tensors for data files that `collect` found, which the loader may change while a lazy snapshot
-        waits; none before `collect`.
-        """
+        """Returns the tensors for data files that `collect` found: a loader may change them while a snapshot waits."""
         return self._tensors
 
     def collect(self) -> EntryContents:

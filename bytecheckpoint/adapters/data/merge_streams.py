@@ -44,9 +44,7 @@ def digest_of(ids: Sequence[str]) -> bytes:
 
 
 def merge_streams(fqn: str, parts: Mapping[int, tuple[Scope, bytes]]) -> MergedStreams:
-    """Unites the parts of a data loader's state, given by global rank. Parts that do not fit together raise nothing:
-    the reasons are in `problems`.
-    """
+    """Unites the parts of a data loader's state, by global rank. Reasons why they do not fit are in `problems`."""
     others = [rank for rank, (scope, _) in parts.items() if scope != "streams"]
     if others:
         owner = next(rank for rank in parts if rank not in others)

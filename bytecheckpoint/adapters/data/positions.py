@@ -97,9 +97,7 @@ def position_trees(merged: bytes) -> dict[str, Any]:
 
 
 def _checked(encoded: bytes, name: str, advice: str) -> bytes:
-    """Returns the encoded position of a stream, or shared state of a loader. Raises CheckpointSaveError
-    (unsupported_value) if it is too long.
-    """
+    """Returns encoded data. Raises CheckpointSaveError (unsupported_value) if it is too long for a log of positions."""
     if len(encoded) > MAX_POSITION_BYTES:
         raise unsupported(
             name,

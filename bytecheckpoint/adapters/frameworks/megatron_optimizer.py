@@ -63,9 +63,7 @@ def megatron_optimizer_entry(fqn: str, optimizer: Any, framework: str) -> Optimi
 
 
 def _with_scaler(owner: Any) -> torch.optim.Optimizer | FlatOptimizer:
-    """Returns the inner optimizer, joined with the state of the grad scaler if there is one. All optimizers of a chain
-    have the same grad scaler state.
-    """
+    """Returns the inner optimizer, with the state of the grad scaler if there is one: the same for all of a chain."""
     inner: torch.optim.Optimizer = owner.optimizer
     scaler = getattr(owner, "grad_scaler", None)
     if scaler is None:

@@ -134,9 +134,7 @@ def _facts_problems(own: Mapping[str, Any], checkpoint: CheckpointView, tied: Ma
 
 
 def unbuildable(values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
-    """Returns a problem for each outermost subclass that cannot be built of these leaves. Keys are checkpoint FQNs, in
-    the argument and in the result.
-    """
+    """Returns a problem for each outermost subclass that cannot be built of these leaves, all by checkpoint FQN."""
     if not any(map(is_facts, values)):  # nearly always
         return {}
     parts = {fqn: _on_meta(fqn, value, checkpoint) for fqn, value in values.items()}

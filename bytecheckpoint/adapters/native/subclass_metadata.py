@@ -141,9 +141,7 @@ def are_facts(value: Any) -> bool:
 
 
 def class_of(facts: Any) -> type[Any]:
-    """Returns the class that plain data names. Raises LookupError unless it is a tensor subclass that is imported here
-    and that torch can unflatten.
-    """
+    """Returns the class named. Raises LookupError unless it is an imported tensor subclass that torch can unflatten."""
     if not are_facts(facts):
         raise LookupError("found no description of a tensor subclass")
     cls = _imported(facts[0]["class"])

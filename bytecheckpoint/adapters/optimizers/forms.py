@@ -203,9 +203,7 @@ def flat_optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nested(tree: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Returns the nested form: grouped as in `groups` if these have exactly the saved parameters, and those of each
-    group equal values; else grouped as saved.
-    """
+    """Returns the nested form, grouped as in `groups` if these fit the saved parameters and values, else as saved."""
     by_name = {name: group["values"] for group in tree["groups"].values() for name in group[_PARAMS]}
     names = {name for of_group in groups for name in of_group}
     pairs = ((name, of_group[0]) for of_group in groups for name in of_group)

@@ -42,9 +42,7 @@ def held_optimizers(optimizer: torch.optim.Optimizer) -> HeldOptimizers:
 
 
 def _add_held(optimizer: torch.optim.Optimizer, found: HeldOptimizers, seen: set[int], above: set[int]) -> bool:
-    """Adds what this one holds, unless it was seen. Returns True if it holds any; those in `above`, which hold it, do
-    not count.
-    """
+    """Adds what this one holds, unless seen. Returns True if it holds any but those in `above`, which hold it."""
     held = [inner for inner in _held_by_attributes(optimizer) if id(inner) not in above]
     for inner in held:
         if id(inner) in seen:

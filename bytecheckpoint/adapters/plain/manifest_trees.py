@@ -58,17 +58,13 @@ def named_by_content(manifest: Manifest) -> set[str]:
 
 
 def all_trees(manifest: Manifest) -> list[tuple[str, bytes]]:
-    """Returns all encoded plain data, that of single ranks included: (FQN of the entry, data). An FQN is there once for
-    each rank that saved a value of its own.
-    """
+    """Returns all encoded plain data, that of single ranks too, with the FQN of its entry, which may repeat."""
     of_ranks = [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
     return [*manifest.objects.items(), *of_ranks]
 
 
 def stored_leaves(tree: Any, fqn: str) -> dict[str, Any]:
-    """Returns the `leaves` of a checkpoint's tree. Raises CheckpointMismatchError (unexpected_key) where two would have
-    the same FQN: others save such trees.
-    """
+    """Returns a tree's `leaves`. Raises CheckpointMismatchError (unexpected_key) where two would have the same FQN."""
     try:
         return leaves(tree, fqn)
     except CheckpointSaveError as error:

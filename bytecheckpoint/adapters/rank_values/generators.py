@@ -1,6 +1,4 @@
-"""Random number generators that a value of a rank holds: their states stand for them in a checkpoint, and a load sets
-the generators that are there.
-"""
+"""Random number generators in a value of a rank: a checkpoint has their states, a load sets those that are there."""
 
 from __future__ import annotations
 

@@ -104,9 +104,7 @@ class MergeTarget:
             self._new = {name: torch.empty_like(one, device="cpu") for name, one in self._taken_stand_ins().items()}
 
     def tree(self) -> Any:
-        """Returns this rank's part of the merged value, once the tensors are loaded: all of it, or zeros. Raises
-        nothing if `check_sums` has not.
-        """
+        """Returns this rank's part of the merged value of loaded tensors: all, or zeros. Raises as `check_sums`."""
         merged = self._merged({**self._stand_ins, **self._new})
         return _zeros(merged) if self._is_zero else merged
 

@@ -196,9 +196,7 @@ class RankLocalEntry:
         return self._merged.shards_to_sum() if self._merged is not None and self.sums_in_files else []
 
     def bad_sum(self) -> str:
-        """Returns the text of the conflict if the sum of the integers in `shards_to_sum`, which are filled now, is out
-        of range of their dtype; else "".
-        """
+        """Returns the conflict if the sum of the filled `shards_to_sum` is out of range of their dtype; else ""."""
         try:
             if self._merged is not None:
                 self._merged.check_sums()

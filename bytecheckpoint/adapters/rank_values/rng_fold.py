@@ -1,6 +1,4 @@
-"""Random number streams for ranks that the save did not have, each keyed by a root, the moment of the save and the
-rank: no communication, and no two alike.
-"""
+"""Random number streams for ranks that a save lacked, by root, moment and rank: no communication, no two alike."""
 
 from __future__ import annotations
 

@@ -91,9 +91,7 @@ class RngState:
         self._root = state.get(ROOT)
 
     def chosen(self, saved: SavedByRank, rank: int, moment: str) -> dict[str, Any] | None:
-        """Returns the state that this rank gets, or None where it keeps what it has. `moment` names the save, by its
-        step or id, in the keys of new streams.
-        """
+        """Returns the state that this rank gets; None if it keeps its own. `moment` names the save in streams' keys."""
         source = self._source(saved, rank)
         tree: dict[str, Any] = {} if source is None else saved.tree(source)
         root: bytes | None = None

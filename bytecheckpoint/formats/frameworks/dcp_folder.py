@@ -113,9 +113,7 @@ class _DcpFolder:
                 file.raise_damaged(f"it has {file.byte_length} bytes, and {what}", kind="truncated")
 
     def find_all(self, metadata: Metadata) -> None:
-        """Reads what is needed of each archive, with several requests in flight. What is damaged is left for
-        `add_tensor` and `read_objects` to raise.
-        """
+        """Reads what is needed of each archive, several at a time. `add_tensor` and `read_objects` raise for damage."""
         tensors = [item for tensor in metadata.tensors.values() for _, item in tensor.chunks if item.tensor is None]
         one_of_each = {item.byte_length: item for item in tensors}  # the others may have the same head
         self._visit(one_of_each.values(), lambda file, item: self._place(item, "", file))

@@ -313,9 +313,7 @@ def _rule_of(fqn: str) -> str | None:
 
 
 def _refuse_odd_parts(fqn: str, parts: Sequence[StoredCopy], rule: str) -> None:
-    """Raises CheckpointCorruptError unless all parts have one dtype and shape, because Megatron cuts evenly, and a
-    shape to which the rule applies.
-    """
+    """Raises CheckpointCorruptError unless all parts have one dtype and one shape to which the rule applies."""
     first, first_view = parts[0]
     for saved, view in parts:
         if (view.dtype, view.shape) != (first_view.dtype, first_view.shape):
