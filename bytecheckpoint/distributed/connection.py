@@ -77,9 +77,7 @@ class Connection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, content: memoryview | bytes) -> None:
-        """Sends all of `content`. Raises PeerLeftError if the peer has disconnected, and CheckpointError (rank_missing)
-        if the peer is stuck or gone.
-        """
+        """Sends all. Raises PeerLeftError if the peer has left, CheckpointError (rank_missing) if stuck or gone."""
         left = memoryview(content)
         try:
             while left:
@@ -121,9 +119,7 @@ class Connection:
                 self.check_peer(self.timeout_s / 4)
 
     def check_peer(self, wait_s: float = 0.0) -> None:
-        """Returns once the peer has acknowledged all that was sent, or after `wait_s` without an answer. Raises the
-        errors of `send` if the peer has disconnected or is gone.
-        """
+        """Returns once the peer has acknowledged all, or after `wait_s` without answer. Raises the errors of `send`."""
         if not wait([self._socket], wait_s):
             return
         try:

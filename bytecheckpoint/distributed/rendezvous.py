@@ -92,9 +92,7 @@ class Listener:
                 interrupt(waiting)
 
     def close(self) -> None:
-        """Closes the socket, and the connections for which no thread could be started. Call it when the threads of all
-        other connections have ended.
-        """
+        """Closes the socket and connections without a thread. Call it when the threads of the others have ended."""
         for connected in (self._socket, *self._pending):
             connected.close()
 

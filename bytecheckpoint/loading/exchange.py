@@ -285,9 +285,7 @@ class _Exchange(ConnectedThreads):
             connection.send_ack()
 
     def _connect(self, reader: int, request: bytes, *, timeout_s: float) -> Connection:
-        """Returns a connection to the reader rank, over which `request` has been sent. If this rank has failed
-        meanwhile, tells the reader rank that and raises PeerLeftError.
-        """
+        """Connects to the reader rank. If this rank has failed meanwhile, tells it so and raises PeerLeftError."""
         self._untold.discard(reader)
         try:
             connection = self._connection_to(reader, self._assigned.addresses[reader], request, timeout_s=timeout_s)

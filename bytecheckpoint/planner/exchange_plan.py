@@ -143,9 +143,7 @@ def can_share(fetch: Fetch, extents: Extents) -> bool:
 
 
 def wanted_runs(fetches: Iterable[Fetch], extents: Extents) -> list[ExtentRun]:
-    """Returns the extents from which the fetches want bytes, in file order, as runs that do not touch one another.
-    Fetches that cannot be shared are left out.
-    """
+    """Returns the extents from which sharable fetches want bytes, in file order, as runs that do not touch."""
     sharable = [fetch for fetch in fetches if can_share(fetch, extents)]
     items = [(fetch.file, item) for fetch in sharable for item in (*fetch.parts, *fetch.frames) if item.byte_length]
     united: list[ExtentRun] = []
@@ -225,9 +223,7 @@ def _units(run: ExtentRun, extents: Extents, unit_bytes: int) -> Iterator[Extent
 
 
 def _cut_all(fetches: Iterable[Fetch], units: Sequence[ExtentRun], extents: Extents) -> dict[ExtentRun, Fetch]:
-    """Returns a fetch of each unit, with all parts and frames in it that the fetches want, in file order. The units are
-    in order and cover all that is wanted.
-    """
+    """Returns a fetch of each unit, with all that the fetches want of it; units are in order and cover all of that."""
     wanted: dict[ExtentRun, list[Part | Frame]] = {unit: [] for unit in units}
     for fetch in fetches:
         bounds = extents.bounds(fetch.file)

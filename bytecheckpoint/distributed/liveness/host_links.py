@@ -107,9 +107,7 @@ class HostLinks:
                 return
 
     def _connect_again(self, rank: int, *, was_reset: bool) -> None:
-        """Opens a link again that its other end has closed. If it was reset, finds out why: the other end has ended, or
-        has given up a link that did not answer.
-        """
+        """Opens a closed link again; of one that was reset finds out if the other end has ended or only gave it up."""
         try:
             self._open_link(rank, *self._targets[rank])
         except ConnectionRefusedError:  # by a host that is there

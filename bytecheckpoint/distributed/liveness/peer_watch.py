@@ -141,9 +141,7 @@ class PeerWatch:
             self._links.connect(above, address)
 
     def ended(self, ranks: Collection[int]) -> list[int]:
-        """Returns the members of `ranks` whose processes an earlier call, more than `_LAST_MESSAGES_S` ago, found to
-        have ended: so their last messages have arrived.
-        """
+        """Returns those of `ranks` found ended more than `_LAST_MESSAGES_S` ago: their last messages have arrived."""
         with self._lock:
             self._find(ranks)
             found = self._local.ended() | (self._links.ended() if self._links is not None else set())

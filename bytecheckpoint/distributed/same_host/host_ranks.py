@@ -47,9 +47,7 @@ class HostRanks:
 
     @property
     def max_parts_of_arena(self) -> int:
-        """Number of parts that each of this rank's two arenas may have announced at a time, so that no queue fills up:
-        those of both, and the answers to them, take at most half of one.
-        """
+        """Announced parts in each of this rank's arenas, so that they and their answers fill half a queue at most."""
         return max(1, QUEUE_MESSAGES // (8 * (1 + len(self.others))))
 
     def open(self, offers: Mapping[int, MemoryOffer]) -> None:
@@ -90,9 +88,7 @@ class HostRanks:
         return self._processes.ended() & {*self.others}
 
     def leave(self, *, is_silent: bool) -> None:
-        """Tells the other ranks, once, that this rank leaves before its part is done; `is_silent` if they will not
-        learn the reason from the coordinator.
-        """
+        """Tells the other ranks, once, that this one leaves early; `is_silent` if the coordinator will not say why."""
         if not self._has_left:
             self._has_left = True
             for rank in self.others:

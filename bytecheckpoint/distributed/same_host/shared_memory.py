@@ -128,9 +128,7 @@ class PeerMemory:
             raise
 
     def send(self, message: Message) -> bool:
-        """Sends a message; returns False, with nothing sent, if the queue is full. If the other rank has closed the
-        queue, drops the message and returns True.
-        """
+        """Sends a message, or drops it if the other rank has closed the queue; returns False if that is full."""
         with suppress(BrokenPipeError):
             try:
                 os.write(self._queue, _MESSAGE.pack(*message))
@@ -139,9 +137,7 @@ class PeerMemory:
         return True
 
     def read(self, start: int, byte_length: int) -> bytes:
-        """Returns `byte_length` bytes at `start`, which the other rank's `append` has returned. Raises
-        FileNotFoundError if the other rank has appended less.
-        """
+        """Returns bytes that the other rank's `append` put at `start`. Raises FileNotFoundError for too few."""
         found = bytearray()
         while len(found) < byte_length:
             part = os.pread(self._memory, byte_length - len(found), start + len(found))

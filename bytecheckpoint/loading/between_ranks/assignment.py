@@ -58,9 +58,7 @@ class ReadAssignment(NamedTuple):
 
 
 def assign(payloads: Sequence[bytes], extents: Extents) -> list[bytes]:
-    """Returns the encoded reply to each rank, given the encoded local plans of all. Equal plans and equal replies, as
-    thousands of ranks have them, are decoded and encoded once.
-    """
+    """Returns the encoded reply to each rank's local plan. Equal plans and replies are decoded and encoded once."""
     plans = [msgspec.msgpack.decode(content, type=LocalReadPlan) for content in payloads]
     distinct = {bytes(plan.runs) for plan in plans}
     runs = {encoded: msgspec.msgpack.decode(encoded, type=list[ExtentRun]) for encoded in distinct}
