@@ -47,8 +47,10 @@ def _kind_of(source: SourceFolder) -> _Kind | None:
 
 
 def read_folder(source: SourceFolder) -> None:
-    """Adds the folders to the builder. Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError
-    (conflict), CheckpointCorruptError or UnsafeCheckpointError.
+    """Adds the content of all these folders, and the step in the path, to the builder.
+
+    Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
+    UnsafeCheckpointError.
     """
     step = _STEP.search(source.path)
     source.builder.step = int(step[1]) if step else None

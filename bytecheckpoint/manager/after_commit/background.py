@@ -183,7 +183,7 @@ class Background:
             raise self._copy_error(copy_failure)
 
     def _catch_up(self) -> None:
-        """Does all work that is due now. Begins anew where an attempt before has failed."""
+        """Records commits, finishes the deletions of an attempt that has failed, then makes those that are due."""
         self._record_commits()
         if self._may_be_half_deleted:
             finish_deletions(self._store, now=self._clock.now(), pace=self._pace)  # first: it may bring a step back
