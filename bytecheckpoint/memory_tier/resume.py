@@ -193,7 +193,7 @@ class ResumeCall:
         return choice, content
 
     def _open_job(self) -> tuple[Store, JobMemory]:
-        """Returns both; the first call waits for the saves in flight, and registers this process with the job."""
+        """Returns store and job; the first call waits for saves in flight, and registers this process with the job."""
         if self._store is None or self._memory is None:
             if self._options.memory is None:
                 raise CheckpointMismatchError(
