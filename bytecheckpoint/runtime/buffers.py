@@ -109,7 +109,7 @@ class BufferPool:
         return returned.block
 
     def give(self, block: memoryview) -> None:
-        """Makes a block that was taken free for others, once the events of `mark` are done."""
+        """Gives a block back to the pool, where it is free once the events of `mark` are done."""
         events: list[CopyEvent] = []
         try:
             if self._mark is not None:
