@@ -79,7 +79,8 @@ def rm(*, checkpoint: str, force: bool, access: AccessOptions, as_json: bool) ->
 
     A pinned or leased one, and the newest step of a root, is refused without --force. Only files of
     the save of CHECKPOINT and records about it are deleted: all other files in its folder stay. If its
-    manifest is damaged, so do files of saves that changed within 24 h, for `bcp gc`.
+    manifest is damaged, nothing tells which files are its own: those of all saves in the folder are
+    deleted, except of saves that changed within 24 h: `bcp gc` removes them later.
     """
     try:
         place = _find(checkpoint, access)

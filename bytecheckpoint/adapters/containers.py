@@ -97,12 +97,12 @@ class PlainEntry:
                 expectation.claims.update([] if missing is None else [missing[0]])
                 continue
             is_stored_tensor = type(value) in PLAIN_TENSORS and type(checkpoint.tree_leaves.get(fqn)) is TensorRef
-            if is_stored_tensor or not self._expects_other(fqn, value, checkpoint, expectation):
+            if is_stored_tensor or not self._expect_other(fqn, value, checkpoint, expectation):
                 tensors.append((fqn, value))
         shards.add_all(tensors)
         return expectation
 
-    def _expects_other(self, fqn: str, value: Any, checkpoint: CheckpointView, expectation: Expectation) -> bool:
+    def _expect_other(self, fqn: str, value: Any, checkpoint: CheckpointView, expectation: Expectation) -> bool:
         """Adds a leaf to the expectation. Returns False, and adds nothing, if the leaf needs only one stored tensor."""
         missing = checkpoint.missing_at(fqn)
         adopted = _adopted(value, fqn, checkpoint)

@@ -212,14 +212,14 @@ def _items_in(state: Any) -> Iterable[Any]:
     return state if isinstance(state, list | tuple) else ()
 
 
-def _copy_metadata(shown: Any, state: Any) -> None:
-    if isinstance(state, OrderedDict) and hasattr(shown, "_metadata"):
-        state._metadata = shown._metadata  # type: ignore[attr-defined]
-    if isinstance(state, dict) and isinstance(shown, dict):
-        for key in state.keys() & shown.keys():
-            _copy_metadata(shown[key], state[key])
-    elif isinstance(state, list | tuple) and isinstance(shown, list | tuple):
-        for own, item in zip(shown, state, strict=False):
+def _copy_metadata(source: Any, target: Any) -> None:
+    if isinstance(target, OrderedDict) and hasattr(source, "_metadata"):
+        target._metadata = source._metadata  # type: ignore[attr-defined]
+    if isinstance(target, dict) and isinstance(source, dict):
+        for key in target.keys() & source.keys():
+            _copy_metadata(source[key], target[key])
+    elif isinstance(target, list | tuple) and isinstance(source, list | tuple):
+        for own, item in zip(source, target, strict=False):
             _copy_metadata(own, item)
 
 

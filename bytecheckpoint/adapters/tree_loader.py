@@ -151,6 +151,9 @@ class TreeTarget:
         return {name for name in names if state_fqn(name, checkpoint) not in self.live}
 
     def _unbuildable(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
+        """Returns the problems, by checkpoint FQN, of subclasses that the load has to build and cannot: not of those
+        that are live, or of which include or exclude leave out a part.
+        """
         not_built = partly_taken(values, checkpoint)
         found = {name: each for name, each in unbuildable(values, checkpoint).items() if name not in not_built}
         return {name: problem for name, problem in found.items() if state_fqn(name, checkpoint) not in self.live}

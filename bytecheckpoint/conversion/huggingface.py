@@ -32,7 +32,7 @@ def plan_hf(
     wanted = selection.wanted
     _refuse_unheld(wanted)
     spans = [tensor_span(number, tensor) for number, tensor in enumerate(wanted)]
-    shards = _shards([span.byte_length for span in spans], max_shard_bytes)
+    shards = _tensors_by_file([span.byte_length for span in spans], max_shard_bytes)
     aliases = {alias: fqn for alias, fqn in selection.aliases.items() if alias != _METADATA}
     files = []
     for shard_number, shard in enumerate(shards, 1):
@@ -77,19 +77,19 @@ def _refuse_unheld(wanted: Sequence[WantedTensor]) -> None:
         )
 
 
-def _shards(byte_lengths: Sequence[int], max_bytes: int) -> list[list[int]]:
+def _tensors_by_file(byte_lengths: Sequence[int], max_bytes: int) -> list[list[int]]:
     """Returns the tensors of each file, in the checkpoint's order. A tensor larger than `max_bytes` gets a file of
     its own.
     """
-    shards: list[list[int]] = [[]]
+    files: list[list[int]] = [[]]
     num_bytes = 0
     for number, byte_length in enumerate(byte_lengths):
-        if shards[-1] and num_bytes + byte_length > max_bytes:
-            shards.append([])
+        if files[-1] and num_bytes + byte_length > max_bytes:
+            files.append([])
             num_bytes = 0
-        shards[-1].append(number)
+        files[-1].append(number)
         num_bytes += byte_length
-    return shards
+    return files
 
 
 def _header(tensors: Sequence[WantedTensor], aliases: Mapping[str, str]) -> bytes:

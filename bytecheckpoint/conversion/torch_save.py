@@ -41,8 +41,8 @@ def plan_torch(manifest: Manifest, selection: Selection, plain: PlainData, *, na
 
 def _with_lists(state: dict[Any, Any]) -> dict[Any, Any]:
     """Returns the state of a file of Lightning with its lists of optimizers and schedulers, which the reader of
-    torch.save has taken apart: `optimizer_states.0`. A list that lacks one before its last stays as it is, and so does
-    every other file, which may have such names of its own.
+    torch.save has taken apart: `optimizer_states.0`. A list with a gap stays as it is, and so does every other file,
+    which may have such names of its own.
     """
     if "pytorch-lightning_version" not in state:
         return state

@@ -112,7 +112,7 @@ class StreamReader:
             raise
 
     def _next(self) -> tuple[str, Any]:
-        while self._queue or self._starts_next_epoch():
+        while self._queue or self._begin_next_epoch():
             position, stream_id = self._queue[0]
             sample = self._read(stream_id)
             if self._positions[stream_id].epoch == self._epoch:
@@ -160,7 +160,8 @@ class StreamReader:
         heapq.heapify(queue)
         return queue
 
-    def _starts_next_epoch(self) -> bool:
+    def _begin_next_epoch(self) -> bool:
+        """Begins an epoch of the streams that are furthest behind; returns False if there is none to begin."""
         # Streams without samples would go through epochs forever; packed rows may take some epochs to fill.
         if not self._is_endless or self._num_empty_epochs > _MAX_EMPTY_EPOCHS:
             return False

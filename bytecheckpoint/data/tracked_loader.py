@@ -188,7 +188,7 @@ class TrackedLoader:
             loader._initial_iter_for_state_dict = False
 
     def _arrived(self, changes: Sequence[Change] | int) -> None:
-        # Of one batch; or the number of the epoch whose pass has ended.
+        """Counts a batch that has arrived, given by its changes; or the end of a pass, by the number of its epoch."""
         self._waiting.append(changes)
         if not self._is_followed:
             self._hand_over(len(self._waiting) - self._streams.read_ahead)
@@ -275,6 +275,7 @@ class _CountedPass:
             self._replace(iterator)
 
     def _replace(self, iterator: Any) -> Any:
+        """Ends the iterator's workers. Returns a new iterator, which the loader keeps if it kept the old one."""
         loader: Any = self._tracked._loader()
         if hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()

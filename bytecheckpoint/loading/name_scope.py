@@ -117,10 +117,12 @@ def match_named(scope: NameScope, wanted: WantedState, *, below: str = "", besid
 
 
 def fit_state(ranks: Ranks, source: Source, scope: NameScope, wanted: WantedState) -> Fitted:
-    """Compares the state with the checkpoint as it is. If the checkpoint lacks something, also compares with its names
-    put below a name of the state that is no entry of it, and with its separate tensors of experts stacked. Takes the
-    comparison that fits best on all ranks together. Last, `bad_sums` reads the integers that are summed over ranks: a
-    sum that is out of range, or that rank 0 does not get, is a conflict and fills nothing. Every rank must call this.
+    """Compares the state with the checkpoint as it is. If the checkpoint lacks something, also compares with all of it
+    below `NameScope.other_name`, and with its separate tensors of experts stacked. Takes the comparison that fits best
+    on all ranks together. Every rank must call this.
+
+    The integers that are summed over ranks are read last: a sum that is out of range, or that rank 0 does not get, is a
+    conflict and fills nothing.
 
     Raises the errors of `plan_together`, `bad_sums` and `merge_findings`: with `strict`, CheckpointMismatchError on
     every rank if something does not fit on one of them.

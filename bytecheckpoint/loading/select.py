@@ -103,7 +103,7 @@ class Selection:
 
 
 class ModelNames(NamedTuple):
-    """The names that a name map gives to tensors."""
+    """The tensors of a mapped checkpoint that are a model's, by the name map, and the prefixes of their names."""
 
     prefixes: Mapping[str, str]
     """Prefix of the name in the model, `model.` or nothing, by FQN of the model's tensors."""

@@ -34,12 +34,12 @@ from bytecheckpoint.manager.options import ManagerOptions, check_options, check_
 from bytecheckpoint.manager.ownership import OpenedRoot, claim, look_at
 from bytecheckpoint.manager.restore import (
     RestoreChoice,
-    begin_attempt,
     check_load_arguments,
     choose_step,
     given_step,
+    note_restore,
     raise_unless_older_may_load,
-    try_to_end_attempts,
+    try_to_forget_restores,
     warn_of_ignored,
 )
 from bytecheckpoint.manager.save_policies import SavePolicy
@@ -190,16 +190,16 @@ class CheckpointManager:
                 return replace(report, passed_over=passed_over)
             finally:
                 if not has_crashed and self._owned is not None:  # an error that all ranks raise ends the attempt
-                    try_to_end_attempts(self._store, choice.step)
+                    try_to_forget_restores(self._store, choice.step)
 
     def _choose(self, step: int | Literal["latest"], failed: Mapping[int, str]) -> RestoreChoice:
-        """Chooses what to restore, and notes in the store that an attempt begins."""
+        """Chooses what to restore, and notes in the store that this begins."""
         candidates = abandoned_steps.newest_steps(self._store, self._saves.new_branch)
         choice = choose_step(self._store, step, candidates, failed=failed)
         for number, why in choice.passed_over.items():
             logger.error("step %d is passed over: %s", number, why)
         if choice.step is not None and self._owned is not None:
-            begin_attempt(self._store, choice.step, time=self._owned.clock.now())
+            note_restore(self._store, choice.step, time=self._owned.clock.now())
         return choice
 
     def _start_fresh(

@@ -1,4 +1,4 @@
-"""The choice of the step to restore, and the attempts that lie in the store while a restore is under way: a step whose
+"""The choice of the step to restore, and the notes that lie in the store while a restore is under way: a step whose
 restore never ended several times is passed over. Knows no ranks.
 """
 
@@ -30,7 +30,7 @@ from bytecheckpoint.storage.store import Store, one_block
 logger = logging.getLogger("bytecheckpoint")
 
 RESTORES_FOLDER = "manager/restores"
-MAX_ATTEMPTS = 3
+MAX_RESTORES = 3
 """Restores in a row that never ended, after which a step is passed over."""
 
 _OF_MANAGER = ("framework", "process_group", "role")
@@ -63,14 +63,14 @@ def choose_step(
         given = given_step(step, takes='restore takes "latest" or the number of a step')
         find_checkpoint(store, given, location=str(store))
         return RestoreChoice(given, {})
-    attempts = count_attempts(store)
+    open_restores = count_open_restores(store)
     passed_over: dict[int, str] = {}
     for candidate in candidates:
         if candidate in failed:
             continue
-        if attempts.get(candidate, 0) < MAX_ATTEMPTS:
+        if open_restores.get(candidate, 0) < MAX_RESTORES:
             return RestoreChoice(candidate, passed_over)
-        passed_over[candidate] = f"{attempts[candidate]} restores of it in a row never ended"
+        passed_over[candidate] = f"{open_restores[candidate]} restores of it in a row never ended"
     if not passed_over and not failed:
         refuse_beginning_anew(store)
         return RestoreChoice(None, {})
@@ -120,31 +120,31 @@ def given_step(step: object, *, takes: str = "the manager takes the number of a 
     return checked
 
 
-def count_attempts(store: Store) -> dict[int, int]:
+def count_open_restores(store: Store) -> dict[int, int]:
     """Returns the number of restores that have not ended, by step."""
     return Counter(_open_notes(store).values())
 
 
-def begin_attempt(store: Store, step: int, *, time: float) -> None:
+def note_restore(store: Store, step: int, *, time: float) -> None:
     """Notes that a restore of the step begins."""
     name = f"{RESTORES_FOLDER}/{step:08d}-{secrets.token_hex(4)}.json"
     store.write(name, one_block(msgspec.json.encode({"version": 1, "step": step, "time": time})), replace=False)
 
 
-def end_attempts(store: Store, step: int | None) -> None:
+def forget_restores(store: Store, step: int | None) -> None:
     """Forgets the restores of a step, or of all steps for None."""
     for name, number in _notes(store).items():
         if step is None or number == step:
             store.delete(join_name(RESTORES_FOLDER, name))
 
 
-def try_to_end_attempts(store: Store, step: int) -> None:
+def try_to_forget_restores(store: Store, step: int) -> None:
     """Forgets the restores of a step. Where the store does not permit to delete their notes, writes notes of their
     end. An error is logged, not raised, and the first commit of a manager forgets the restores.
     """
     try:
         try:
-            end_attempts(store, step)
+            forget_restores(store, step)
         except StorageError as error:
             if error.kind != "permission":
                 raise

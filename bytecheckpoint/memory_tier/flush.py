@@ -90,7 +90,7 @@ class JobInMemory(NamedTuple):
 
 
 def _distinct(roots: Sequence[str]) -> list[str]:
-    """Returns the roots without those that are a root before them, also through a symbolic link."""
+    """Returns each folder among the roots once, under the first of its names: others may lead there by a link."""
     by_folder: dict[str, str] = {}
     for root in roots:
         by_folder.setdefault(os.path.realpath(root), root)

@@ -193,7 +193,7 @@ class ResumeCall:
         return choice, content
 
     def _open_job(self) -> tuple[Store, JobMemory]:
-        """Returns both; the first call waits for the saves in flight, and registers this process with the job."""
+        """Returns store and job; the first call waits for saves in flight, and registers this process with the job."""
         if self._store is None or self._memory is None:
             if self._options.memory is None:
                 raise CheckpointMismatchError(
@@ -353,8 +353,8 @@ class ResumeCall:
         self._held = None
 
     def _load_stored(self, calls: ResumeLoads, step: int | None) -> LoadReport | None:
-        """Loads this step at the path; for None the newest there, but nothing in a managed run, which has left all.
-        Returns None if nothing was loaded, and raises the error if the step cannot be loaded.
+        """Loads this step at the path; for None the newest there, or nothing in a managed run, where None says that
+        training has left all. Returns None if nothing was loaded. Raises the error if the step cannot be loaded.
         """
         if step is None and self._is_managed:
             return None

@@ -57,9 +57,9 @@ class NameIndex:
         self._entries.setdefault(shape_of_name(entry.pattern.parts), []).append(entry)
 
     def find(self, fqn: str) -> NameMatch | None:
-        """Returns the place of an FQN; None if the map does not know it.
+        """Returns the rule that names an FQN, with its place there; None if the map does not know the FQN.
 
-        Raises CheckpointMismatchError (conflict) if two rules mean it.
+        Raises CheckpointMismatchError (conflict) if two rules name it.
         """
         for number, around in enumerate(self._map.arounds):
             name = around.sides[self._side].find_name(fqn)

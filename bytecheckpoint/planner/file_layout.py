@@ -146,8 +146,9 @@ def _group_chunks(chunk_bytes: Sequence[int], groups: Sequence[int], *, longest:
 
 
 def _choose_parts(counts: Mapping[int, int], *, longest: int, in_large_bytes: int) -> dict[int, int]:
-    """Returns the number of extents of a chunk, by the chunk's length in bytes. `counts` has how many chunks there are
-    of each length; the limits are as in `_group_chunks`.
+    """Returns the number of extents of a chunk, a power of two, by the chunk's length in bytes. `counts` has how many
+    chunks there are of each length. Extents have at most about `longest` bytes, and `in_large_bytes` in chunks of
+    LARGE_CHUNK_BYTES or more.
     """
     large = {
         num_bytes: _power_of_two(num_bytes, in_large_bytes) for num_bytes in counts if num_bytes >= LARGE_CHUNK_BYTES

@@ -109,7 +109,7 @@ class BufferPool:
         return returned.block
 
     def give(self, block: memoryview) -> None:
-        """Takes a block back."""
+        """Gives a block back to the pool, where it is free once the events of `mark` are done."""
         events: list[CopyEvent] = []
         try:
             if self._mark is not None:
@@ -226,7 +226,7 @@ class Arena:
         return ArenaPart(self, part, self._memory[first + lead_bytes : first + length])
 
     def give(self, part: tuple[int, int]) -> None:
-        """Takes back a part that has no holder any more."""
+        """Frees a part that has no holder any more."""
         with self.changed:
             self._lent.remove(part)
             self.changed.notify_all()

@@ -312,7 +312,9 @@ def _write_root_objects(
 
 
 def _commit(store: Store, task: RecoveryTask, folder: StagedFolder) -> Sequence[str]:
-    """Creates the manifest; returns the files of the checkpoint that it replaces."""
+    """Creates the manifest; returns the files of the checkpoint that it replaces. Raises CheckpointSaveError (storage)
+    if another one was committed since the plan was made.
+    """
     content = stage_folder.read_manifest(folder.store) or b""
     manifest = decode_manifest(content)
     layout.check_files(store, task.folder, manifest, range(len(manifest.files)))

@@ -146,7 +146,7 @@ class CopySlots:
             ) from error
 
     def _needed(self) -> Sequence[str]:
-        """Returns the ids of the saves whose copies must stay, first of the last one known to be whole on all hosts."""
+        """Returns the ids of the saves whose copies must stay. The first is the last known to be whole on all hosts."""
         name = os.path.join(self._folder, _NEEDED)
         with suppress(FileNotFoundError, msgspec.MsgspecError), open(name, "rb") as file:
             return msgspec.json.decode(file.read(), type=list[str])

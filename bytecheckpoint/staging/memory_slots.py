@@ -191,7 +191,9 @@ class JobMemory:
             warnings.warn(message, stacklevel=2)
 
     def seen(self) -> tuple[int, int]:
-        """Returns the highest generation and number that this host knows."""
+        """Returns the highest generation and number that were noted. Before a save that opens a generation, first notes
+        those of the versions that this host has.
+        """
         if self.opens_generation:
             for version in version_files.read_versions(self.job):
                 self.note_seen(version.record.generation, version.record.number)

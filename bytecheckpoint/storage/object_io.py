@@ -75,7 +75,7 @@ def copy_file(
     source_name = join_name(source_folder, file.name)
 
     @contextmanager
-    def content(block: Block) -> Iterator[memoryview]:
+    def verified_content(block: Block) -> Iterator[memoryview]:
         with scratch.lend() as memory:
             view = memory[: block.byte_length]
             source.read_into(source_name, block.byte_offset, view)
@@ -95,7 +95,7 @@ def copy_file(
             yield view
 
     planned = cut_blocks(file.extent_lengths, max_bytes=BLOCK_BYTES)
-    blocks = [block._replace(content=partial(content, block)) for block in planned]
+    blocks = [block._replace(content=partial(verified_content, block)) for block in planned]
     target.write(join_name(folder, file.name), blocks, replace=False)
 
 

@@ -49,7 +49,9 @@ class HostMemory:
 
 
 def max_bytes_at_once(store: Store, *, scratch_bytes: int, threads: int) -> int:
-    """Returns the length, in bytes, of the longest fetches of which every thread can have one in the scratch memory."""
+    """Returns how long fetches may be, in bytes, if the scratch memory is to have room for one of each thread, with the
+    copies of it that the store makes.
+    """
     # Memory of the store's own counts: one such fetch per thread, one of which may be there twice while a client
     # library puts together the pieces in which it came, and a buffer that they are copied to in turn.
     return scratch_bytes // (threads + _NUM_COPIES if isinstance(store, SupportsReadBytes) else threads)

@@ -22,7 +22,7 @@ from bytecheckpoint.errors import CheckpointError, CheckpointSaveError, StorageE
 from bytecheckpoint.manager.after_commit import background
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.agreement import decisions
-from bytecheckpoint.manager.restore import begin_attempt, count_attempts
+from bytecheckpoint.manager.restore import count_open_restores, note_restore
 from bytecheckpoint.saving import commit
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.backends.local_store import LocalStore
@@ -444,8 +444,8 @@ def test_what_others_put_beside_the_notes_of_restores_stays_and_stops_no_deletio
     with bcp.CheckpointManager(tmp_path, save=EVERY, keep=NEWEST) as manager:
         manager.save(1, state_at(1))
         assert manager.restore(state_at(0)) is not None
-        begin_attempt(manager._store, 1, time=0.0)
-        assert count_attempts(manager._store) == {1: 1}
+        note_restore(manager._store, 1, time=0.0)
+        assert count_open_restores(manager._store) == {1: 1}
     with bcp.CheckpointManager(tmp_path, save=EVERY, keep=NEWEST) as manager:
         manager.save(3, state_at(3))
     assert bcp.steps(tmp_path) == [3]

@@ -149,6 +149,9 @@ def _refuse_summoned(fqn: str, wrapper: Any) -> None:
 
 
 def _unit(fqn: str, wrapper: Any) -> _FsdpUnit:
+    """Returns a wrapper's unit. Makes its flat parameter the local shard if a forward pass has left it whole, unless a
+    backward pass needs it so: then raises CheckpointSaveError (unsupported_value).
+    """
     handle = wrapper._handle
     flat = handle.flat_param
     # The first forward pass names the local shard, and may put it into pinned memory; until then there is only one.

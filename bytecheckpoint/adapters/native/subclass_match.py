@@ -214,7 +214,7 @@ class SubclassState:
         return list(why_not_built({**parts, **new}, self._parameter).items())
 
     def _why_unfillable(self, key: str, own: Any) -> str | None:
-        """Returns why a live inner tensor is not filled; what include and exclude leave out is not a reason."""
+        """Returns why the checkpoint cannot fill a live inner tensor; None if it can, or if this is none."""
         if is_facts(key) or not enclosing(key, {outer_fqn(of_key) for of_key in self._facts if of_key in self.own}):
             return None
         if key not in self._tensors:

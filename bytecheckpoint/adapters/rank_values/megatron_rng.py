@@ -52,7 +52,7 @@ def _place() -> dict[str, int]:
 
 
 def set_tracker(saved: Mapping[str, Any]) -> None:
-    """Sets the states of the tracker that `saved` has, if the process uses Megatron; others stay."""
+    """Gives Megatron's tracker, if the process has imported it, the states that `saved` has; its others stay."""
     module = sys.modules.get(_RANDOM)
     if module is None:
         return

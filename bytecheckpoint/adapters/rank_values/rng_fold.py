@@ -20,8 +20,8 @@ _FIRST_WORD = 24
 """Bytes of torch's state before the words of its twister: its seed, counters and flags. Words take 8 bytes each."""
 
 
-def root_of(state: dict[str, Any]) -> bytes:
-    """Returns a root computed from the states of generators in `state`: no number is drawn from them."""
+def stream_root(state: dict[str, Any]) -> bytes:
+    """Returns the root of new streams: a digest of the states of generators in `state`. Draws no number from them."""
     own = {key: state[key] for key in ("python", "numpy", "torch", "cuda") if key in state}
     return hashlib.sha256(encode_plain(own, "")).digest()[:16]
 

@@ -13,7 +13,7 @@ import torch
 
 from bytecheckpoint.adapters.plain.manifest_trees import SavedByRank
 from bytecheckpoint.adapters.rank_values import megatron_rng
-from bytecheckpoint.adapters.rank_values.rng_fold import ROOT, folded, root_of
+from bytecheckpoint.adapters.rank_values.rng_fold import ROOT, folded, stream_root
 
 
 class RngState:
@@ -73,7 +73,7 @@ class RngState:
         if self.at is not None:
             state["at"] = self.at
         if self.elastic == "fold":
-            state[ROOT] = self._root or root_of(state)
+            state[ROOT] = self._root or stream_root(state)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ class RngState:
         root: bytes | None = None
         if self.elastic == "fold":
             of_first = saved.tree(min(saved.data))
-            root = of_first.get(ROOT) or root_of(of_first)
+            root = of_first.get(ROOT) or stream_root(of_first)
             if source is None:
                 tree = folded(root, moment, f"rank {rank}" if self.at is None else f"at {self.at}")
             tree[ROOT] = root

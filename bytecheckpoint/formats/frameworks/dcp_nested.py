@@ -45,7 +45,9 @@ def _kind_of(source: SourceFolder) -> _Kind | None:
 
 
 def read_folder(source: SourceFolder) -> None:
-    """Adds the folders to the builder. Raises as `detect.read_manifest` does."""
+    """Adds the content of all these folders, and the step in the path, to the builder. Raises as
+    `detect.read_manifest` does.
+    """
     step = _STEP.search(source.path)
     source.builder.step = int(step[1]) if step else None
     kind = _kind_of(source) or _OSS

@@ -60,7 +60,9 @@ def read_folder(source: SourceFolder) -> None:
 
 
 def _model_file(source: SourceFolder, folder: str, inside: Mapping[str, int | None]) -> str:
-    """Returns the file of a rank. Notes files with optimizer state beside it as left out."""
+    """Returns the model file of a rank. Notes files with optimizer state beside it as left out. Raises
+    CheckpointNotFoundError (missing_file) if it is not there.
+    """
     name = next((file for file in _MODEL_FILES if inside.get(file) is not None), None)
     if name is None:
         raise missing_file(join_name(source.path, folder), f"has no {_MODEL_FILES[0]}")

@@ -19,7 +19,7 @@ MAX_PICKLE_BYTES = 1 << 26
 _MAX_ON_STACK, _MAX_IN_MEMO = 1 << 20, 1 << 22
 _MAX_KEY_ITEMS = 64
 _MAX_INT_BYTES = 1024
-_MAX_CRAFTED_KEYS = 1 << 13
+_MAX_COLLIDING = 1 << 13
 _ITEM_BYTES = 8
 """Size of an item of a list, a dict or a shape."""
 
@@ -194,7 +194,7 @@ class _Machine:
         self._stack.append(frozenset(self._stack.pop()))
 
     def _count_key(self, key: Any, num_others: int) -> None:
-        if is_crafted(key):
+        if may_collide(key):
             self._count(_ITEM_BYTES + 2 * num_others)
 
     def _stack_global(self, _: Any) -> None:
@@ -268,7 +268,7 @@ def check_key(value: Any) -> Any:
     return value
 
 
-def is_crafted(key: Any) -> bool:
+def may_collide(key: Any) -> bool:
     """Returns True for a key of a type whose hashes can be made to collide, such as a tuple, a float or an int beyond
     64 bits: each such key may be compared with all others. The hash of a text is salted, that of an object its address.
     """
@@ -282,9 +282,9 @@ def is_crafted(key: Any) -> bool:
 
 def check_keys(keys: Collection[Any]) -> None:
     """Raises PickleError if a dict of these keys could take very long to make."""
-    num_crafted = sum(map(is_crafted, keys))
-    if num_crafted > _MAX_CRAFTED_KEYS:
-        raise PickleError(f"it has {num_crafted} keys that are large numbers or tuples, at most {_MAX_CRAFTED_KEYS}")
+    num_colliding = sum(map(may_collide, keys))
+    if num_colliding > _MAX_COLLIDING:
+        raise PickleError(f"it has {num_colliding} keys that are large numbers or tuples, at most {_MAX_COLLIDING}")
 
 
 def _num_bytes(made: Any) -> int:
@@ -292,7 +292,7 @@ def _num_bytes(made: Any) -> int:
     if isinstance(made, str | bytes):
         return len(made)
     if isinstance(made, dict):
-        return int(_ITEM_BYTES * len(made) + sum(map(is_crafted, made)) ** 2)
+        return int(_ITEM_BYTES * len(made) + sum(map(may_collide, made)) ** 2)
     if type(made) in {list, tuple}:
         return _ITEM_BYTES * len(made)
     return getattr(made, "num_bytes", 1)

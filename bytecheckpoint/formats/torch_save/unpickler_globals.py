@@ -23,7 +23,7 @@ from bytecheckpoint.formats.torch_save.unpickler import (
     UnheldValueError,
     check_key,
     check_keys,
-    is_crafted,
+    may_collide,
 )
 from bytecheckpoint.manifest.plain_wire import MAX_DIMS, scalar_from_wire
 
@@ -101,7 +101,7 @@ class Instance:
             self.fields = dicts[0]
             return
         self.fields = {key: value for part in dicts for key, value in part.items()}
-        self.num_bytes = _ATTRIBUTE_BYTES * len(self.fields) + sum(map(is_crafted, self.fields)) ** 2
+        self.num_bytes = _ATTRIBUTE_BYTES * len(self.fields) + sum(map(may_collide, self.fields)) ** 2
 
 
 class ByteStream:

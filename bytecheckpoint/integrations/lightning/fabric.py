@@ -124,7 +124,9 @@ class BcpFabricFSDPStrategy(BcpFabricMixin, FSDPStrategy):
 
 
 def _filtered(name: str, value: Any, chooses: Callable[[str, Any], bool] | None) -> Any:
-    """Returns what a filter leaves of a module, or the value itself if there is no filter."""
+    """Returns what a filter leaves of a module, or the value itself if there is no filter. Raises
+    CheckpointMismatchError (conflict) for a filter of something else, or of a module under FSDP1.
+    """
     if chooses is None:
         return value
     module = value.module if isinstance(value, nn.parallel.DistributedDataParallel) else value

@@ -61,7 +61,9 @@ def choose(folders: NumberedFolders, step: int, config: Any, *, assets: str | No
 def _resume(
     folders: NumberedFolders, folder: NumberedFolder, found: Sequence[NumberedFolder], *, read_only: bool
 ) -> LoadChoice:
-    """Returns the choice of a committed checkpoint, from which `folders` begin unless `read_only`."""
+    """Returns the choice of a committed checkpoint, from which `folders` begin unless `read_only`. Raises
+    CheckpointMismatchError (conflict) if it holds weights alone and is not that of step 0.
+    """
     is_seed = folder.number == 0
     if folder.record.model_only and not is_seed:
         raise CheckpointMismatchError(

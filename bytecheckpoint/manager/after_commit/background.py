@@ -23,7 +23,7 @@ from bytecheckpoint.manager.agreement.decisions import StorageClock
 from bytecheckpoint.manager.data.log_objects import earlier_objects
 from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.manager.ownership import Generation
-from bytecheckpoint.manager.restore import end_attempts
+from bytecheckpoint.manager.restore import forget_restores
 from bytecheckpoint.manager.retention import (
     REPLACED,
     DeletionPace,
@@ -183,7 +183,7 @@ class Background:
             raise self._copy_error(copy_failure)
 
     def _catch_up(self) -> None:
-        """Does all work that is due now. Begins anew where an attempt before has failed."""
+        """Records commits, finishes the deletions of an attempt that has failed, then makes those that are due."""
         self._record_commits()
         if self._may_be_half_deleted:
             finish_deletions(self._store, now=self._clock.now(), pace=self._pace)  # first: it may bring a step back
@@ -194,7 +194,7 @@ class Background:
             return
         if self._is_first:
             self._generation.clear_earlier(before_folder=self._let_saves_go_first)
-            end_attempts(self._store, None)
+            forget_restores(self._store, None)
             self._delete_earlier_logs()
             self._record_earlier()
             self._is_first = False

@@ -122,7 +122,9 @@ class ManagedData:
             self._log.finish()
 
     def _choose(self, step: int | None) -> _DataChoice:
-        """Returns the checkpoint, and the log on top of it, for a step, by default the newest."""
+        """Returns the checkpoint, and the log on top of it, for a step, by default the newest. Raises
+        CheckpointNotFoundError (not_found) if the step has neither.
+        """
         store = self._run.store
         newest = next(abandoned_steps.newest_steps(store, self._saves.new_branch), None)
         for logged in self._logged():

@@ -17,9 +17,10 @@ _SEGMENT_UNIT = 64
 
 
 class Segment(NamedTuple):
-    """A segment of the bytes of one member."""
+    """One of the equal segments of a member's bytes, by its number."""
 
     owner: int
+    """Number of the member in its group."""
     number: int
 
 

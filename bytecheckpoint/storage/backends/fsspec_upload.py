@@ -173,7 +173,9 @@ def _send_and_move(fs: Any, upload: FsspecUpload, blocks: Sequence[Block], backe
 
 
 def _move(fs: Any, temporary: str, upload: FsspecUpload) -> None:
-    """Asks the backend to move the file. Without an error it may have been left, or have replaced another's."""
+    """Asks the backend to move the file. If it raises nothing, the file may still be where it was, or may have replaced
+    that of another writer.
+    """
     if _protocols(fs) & _CREATING_MOVE:
         fs.client.move(temporary, upload.path, overwrite=upload.replace)
     elif _protocols(fs) & _WEBHDFS:

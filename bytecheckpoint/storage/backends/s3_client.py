@@ -191,7 +191,7 @@ class _BodyParts:
         return (self._content[start : start + _SEND_BYTES] for start in starts)
 
     def seek(self, _position: int) -> None:
-        """Called by botocore before it sends again after a redirect: each iteration starts anew."""
+        """Does nothing: botocore calls it before it sends again, and each iteration has all parts."""
 
 
 def reader_of(body: Any) -> Callable[[memoryview], int]:
