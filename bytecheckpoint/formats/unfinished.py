@@ -17,7 +17,7 @@ _NUM_NAMED = 4
 _DATA_SUFFIX = ".distcp"
 _NUMBERED = re.compile(r"\A(.+)-\d{5}-of-(\d{5})\.bin\Z")
 _OF_TRAINER = re.compile(r"\A(?:trainer_state\.json|random_states_\d+\.pkl)\Z")
-_STEP_FOLDER = re.compile(r"\A(?:global_step_?|iter_|checkpoint-)(\d{1,18})\Z")
+_STEP_FOLDER = re.compile(r"\A(?:global_step_?|iter_|checkpoint-|step-)(\d{1,18})\Z")
 
 
 def part_of_save(store: Store, folder: str, named_by: str = "") -> CheckpointNotFoundError | None:
