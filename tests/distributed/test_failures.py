@@ -402,6 +402,7 @@ def save_to_memory_without_options_for_it(rank: int, world_size: int, path: str,
     return error, loads_as(Path(path, "run"), rank, 1.0, step=2, strict=False)
 
 
+@pytest.mark.filterwarnings("ignore:the memory root")
 @pytest.mark.parametrize("odd", [0, 1])
 def test_options_without_memory_on_one_rank_fail_a_save_to_memory_on_all(
     workers: WorkerPool, tmp_path: Path, odd: int
