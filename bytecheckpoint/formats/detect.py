@@ -41,7 +41,7 @@ _MAX_POINTER_BYTES = 1024
 _NUMBERED = ("iter_{:07d}", "global_step_{}")
 """Folders of Megatron, and of the open-source ByteCheckpoint, whose pointer has Megatron's name."""
 _STEP_FOLDERS = ("global_step{}", *_NUMBERED, "checkpoint-{}", "step-{}")
-"""Names of step folders: DeepSpeed, Megatron, the open-source ByteCheckpoint, the Trainer of transformers, torchtitan."""
+"""Names of step folders: DeepSpeed, Megatron, the open-source ByteCheckpoint, transformers, torchtitan."""
 
 
 class ForeignPlace(NamedTuple):
