@@ -307,6 +307,11 @@ def test_the_optimizer_state_that_goes_with_an_excluded_parameter_is_reported(tm
     assert not set(adam.state) & set(other[0].parameters())
 
 
+def test_the_warning_of_many_rules_names_ten(saved: Path) -> None:
+    with pytest.warns(UserWarning, match=r"exclude 'gone9' matches nothing in the checkpoint; and 20 more\. Check"):
+        bcp.load(saved, fresh(), exclude=[f"gone{number}" for number in range(30)], strict=False)
+
+
 @pytest.mark.parametrize("has_head", [False, True])
 def test_the_optimizer_state_of_an_excluded_parameter_that_the_optimizer_lacks_goes_with_it(
     tmp_path: Path, has_head: bool
