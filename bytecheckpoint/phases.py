@@ -86,7 +86,6 @@ def run_save(
     """
     timer, process = PhaseTimer(), process_state()
     wait_until_numbered()
-    options, only_memory = where_to(to, options, shown_path(path))
     kind = kind_of_snapshot(options, async_save=async_save)
     about = Subject(shown_path(path), step if isinstance(step, int) else None, is_save=True)
     # The number of this call takes a thread, which would compete with training: a lazy save asks for it later.
@@ -94,6 +93,7 @@ def run_save(
     call = SaveCall(ranks, about, timer)
     with ExitStack() as slot:
         with call.phase("wait"):
+            options, only_memory = where_to(to, options, about.path)
             slot_context = process.saves.slot(awaits_upload=not (only_memory or (async_save and options.local_stage)))
             staging_slot = slot.enter_context(slot_context)
             if kind == "none":

@@ -189,6 +189,13 @@ def test_tensor_here_and_data_there(tmp_path: Path, name: str) -> None:
     assert f"{name}.b: plain data in the checkpoint, a tensor in the state" in str(error)
 
 
+def test_a_list_with_a_tensor_where_the_state_has_numbers_alone(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"optimizer": {"param_groups": [{"lr": torch.ones(2), "eps": 1e-8}]}})
+    error = fails(tmp_path, {"optimizer": {"param_groups": [{"lr": 0.5, "eps": 1e-8}]}})
+    assert "optimizer.param_groups: has names below it in the checkpoint, as a list with a tensor" in str(error)
+    assert "(near: optimizer.param_groups.0.lr)" in str(error)
+
+
 def test_a_bare_tensor_at_the_top_where_the_state_has_data(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"a": torch.ones(2)})
     error = fails(tmp_path, {"a": 5})

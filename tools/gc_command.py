@@ -12,6 +12,7 @@ import click
 
 from bytecheckpoint.errors import CheckpointError, and_more
 from bytecheckpoint.memory_tier.flush import JobInMemory, jobs_in_memory, remove_job
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import garbage, layout, stage_folder
 from bytecheckpoint.storage.garbage import Garbage, Leftover
 from bytecheckpoint.storage.inventory import clock_of
@@ -32,6 +33,7 @@ Example:
   bcp gc s3://bucket/run --older-than 6h --delete
   bcp gc s3://bucket/run --local-stage /nvme/stage --delete
 """
+_REMOVALS_IN_FLIGHT = 4
 _TAKEN = "taken meanwhile"
 _ALIVE = {"lives", "young", _TAKEN}
 """States of a job's memory that is not dead."""
@@ -237,21 +239,21 @@ def _rows_of_stage(store: Store, stage: str, min_age_s: float, save_ids: Collect
 
 def _remove(store: Store, stage: str | None, rows: Sequence[GarbageRow]) -> tuple[list[GarbageRow], list[str]]:
     """Removes every dead item, even if another item fails. Returns all rows, and messages about dead ones that stay."""
-    done, failures = list(rows), list[str]()
-    for number, item in enumerate(rows):
+
+    def remove(item: GarbageRow) -> tuple[GarbageRow, str]:
         if not item.is_dead:
-            continue
+            return item, ""
         try:
             if item.leftover is not None:
                 garbage.remove(store, item.leftover)
             elif stage is not None and not stage_folder.remove_all(stage, [item.path.rpartition("/")[2]]):
-                failures.append(f"{item.path} has been taken over by another process meanwhile, and was left alone")
-                continue
+                return item, f"{item.path} has been taken over by another process meanwhile, and was left alone"
         except CheckpointError as error:
-            failures.append(error.message)
-        else:
-            done[number] = replace(item, is_removed=True)
-    return done, failures
+            return item, error.message
+        return replace(item, is_removed=True), ""
+
+    done = map_jobs(remove, rows, num_threads=_REMOVALS_IN_FLIGHT)
+    return [item for item, _ in done], [failure for _, failure in done if failure]
 
 
 def _as_json(

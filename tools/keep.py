@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +23,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.manager import keep_policies, retention, step_records
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.manager.step_records import StoredStep
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.inventory import clock_of
 from bytecheckpoint.storage.open_store import open_store
@@ -36,6 +37,7 @@ from .render.metric_columns import MetricColumns
 from .render.number_format import age_text, count_text, size_text, time_text, utc_of
 from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
 
+_LOOKS_IN_FLIGHT = 8
 _BEST = re.compile(r"(?P<metric>[^:]+|.+(?=:(?:min|max)(?::\d+)?\Z))(?::(?P<mode>min|max)(?::(?P<n>\d{1,9}))?)?")
 _EXAMPLE = """\b
 Example:
@@ -179,22 +181,26 @@ def _decide(
     while True:
         held = linked | retention.held_by_leases(stored, now=now)
         decided = retention.decide(policy, [item.info for item in stored], now=now, held=held)
-        kept = {decision.step for decision in decided if decision.is_kept} - complete
-        lost = {step for step in kept if not _has_all_files(store, step)}
+        kept = [decision.step for decision in decided if decision.is_kept and decision.step not in complete]
+        looks = map_jobs(partial(_linked_if_complete, store), kept, num_threads=_LOOKS_IN_FLIGHT)
+        lost = {step for step, folder in zip(kept, looks, strict=True) if folder is None}
         by_folder = {layout.step_folder(item.info.step): item.info.step for item in stored}
-        found = {by_folder.get(_linked_folder(store, step)): f"step {step} links to it" for step in kept - lost}
+        found = {
+            by_folder.get(folder or ""): f"step {step} links to it" for step, folder in zip(kept, looks, strict=True)
+        }
         targets = {step: why for step, why in found.items() if step is not None and step not in linked}
         linked |= targets
         if not lost and not targets:
-            return [_row(store, item, decision) for item, decision in zip(stored, decided, strict=True)], incomplete
-        complete |= kept - lost
+            pairs = list(zip(stored, decided, strict=True))
+            return map_jobs(lambda pair: _row(store, *pair), pairs, num_threads=_LOOKS_IN_FLIGHT), incomplete
+        complete.update(set(kept) - lost)
         incomplete += map(layout.step_folder, sorted(lost))
         stored = [item for item in stored if item.info.step not in lost]
 
 
-def _has_all_files(store: Store, step: int) -> bool:
-    """Returns False if a data file of a step is missing, or of another length. The files of a link out of the root are
-    not looked at.
+def _linked_if_complete(store: Store, step: int) -> str | None:
+    """Returns the folder inside the root in which the files of a link lie, "" for any other step; None if a data file
+    is missing, or of another length. The files of a link out of the root are not looked at.
     """
     folder = layout.step_folder(step)
     try:
@@ -203,13 +209,8 @@ def _has_all_files(store: Store, step: int) -> bool:
         is_here = inside or not manifest.linked_to
         layout.check_files(store, inside or folder, manifest, range(len(manifest.files)) if is_here else ())
     except (CheckpointNotFoundError, CheckpointCorruptError):
-        return False
-    return True
-
-
-def _linked_folder(store: Store, step: int) -> str:
-    """Returns the folder inside the root in which the files of a link lie; empty for any other step."""
-    return _inside(store, layout.read_manifest(store, layout.step_folder(step)).linked_to)
+        return None
+    return inside
 
 
 def _inside(store: Store, location: str) -> str:

@@ -326,7 +326,7 @@ class CheckpointView:
         if self.takes_all or fqn in self.skipped or fqn in self._known:
             return not self.takes_all and fqn in self.skipped
         # First, as no glob is of use that names only what contains names that are taken.
-        return fqn not in self._known_roots and not self.takes(self.globbed_name(fqn))
+        return fqn not in self.containers and not self.takes(self.globbed_name(fqn))
 
     @cached_property
     def skipped(self) -> set[str]:
@@ -344,7 +344,7 @@ class CheckpointView:
         return dict.fromkeys(chain(self.tensors, *(refs.values() for refs in self.tensor_dicts.values())))
 
     @cached_property
-    def _known_roots(self) -> set[str]:
+    def containers(self) -> set[str]:
         """State FQNs of all containers in which the known FQNs lie."""
         split_fqns = (fqn.split(".") for fqn in self._known)
         return {".".join(parts[:count]) for parts in split_fqns for count in range(1, len(parts))}

@@ -208,7 +208,9 @@ def _problems(fqn: str, value: Any, checkpoint: CheckpointView) -> list[Problem]
     if fqn in checkpoint.tensors or isinstance(found, TensorRef):
         return [Problem("missing_key", fqn, f"{fqn}: a tensor in the checkpoint, plain data in the state")]
     if fqn not in checkpoint.tree_leaves:
-        return [not_stored(fqn)]
+        what = "has names below it in the checkpoint, as a list with a tensor has; in the state it is plain data alone"
+        is_container = fqn in checkpoint.containers
+        return [Problem("missing_key", fqn, f"{fqn}: {what}") if is_container else not_stored(fqn)]
     if not isinstance(value, torch.Tensor):
         return []
     if not isinstance(found, torch.Tensor):

@@ -4,10 +4,11 @@ have matched nothing; and the names below others. It knows no checkpoint.
 
 from __future__ import annotations
 
+import glob
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -154,20 +155,28 @@ class SortedNames:
 
 
 class Globs:
-    """Globs, with a note of those that have matched no name so far."""
+    """Globs, with a note of those that have matched no name so far. Each name is judged once: there may be thousands of
+    globs, which are names of tensors mostly.
+    """
 
     def __init__(self, globs: Sequence[str]) -> None:
-        self._globs = list(globs)
-        self.unused = dict.fromkeys(self._globs)
+        self.unused = dict.fromkeys(globs)
+        self._names = {each for each in self.unused if glob.escape(each) == each}
+        self._patterns = {each: re.compile(translate(each)).match for each in globs if each not in self._names}
+        self._known: dict[str, bool] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._globs)
+        return bool(self._names or self._patterns)
 
     def match(self, fqn: str) -> bool:
         """Returns True if any glob matches, and notes every glob that does."""
-        for glob in [glob for glob in self.unused if fnmatchcase(fqn, glob)]:
-            del self.unused[glob]
-        return any(fnmatchcase(fqn, glob) for glob in self._globs)
+        if fqn not in self._known:
+            found = [fqn] if fqn in self._names else []
+            found += [each for each, matches in self._patterns.items() if matches(fqn)]
+            for each in found:
+                self.unused.pop(each, None)
+            self._known[fqn] = bool(found)
+        return self._known[fqn]
 
 
 def listed_globs(option: str, globs: object) -> Sequence[str] | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from bytecheckpoint.adapters.key_map import SortedNames
+from bytecheckpoint.adapters.key_map import Globs, SortedNames
 from bytecheckpoint.adapters.optimizers.stored_optimizer import split_state_path
 from bytecheckpoint.adapters.plain.manifest_trees import all_trees
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, without_content
@@ -42,12 +42,12 @@ def check_choice(manifest: Manifest, request: SelectionRequest, selection: Selec
 
 
 def _refuse_unmatched(names: set[str], request: SelectionRequest) -> None:
-    unmatched = [
-        (option, rule)
-        for option, globs in (("include", request.include), ("exclude", request.exclude))
-        for rule in globs
-        if not any(fnmatchcase(name, rule) for name in names)
-    ]
+    unmatched = []
+    for option, rules in (("include", request.include), ("exclude", request.exclude)):
+        globs = Globs(rules)
+        for name in names:
+            globs.match(name)
+        unmatched += [(option, rule) for rule in globs.unused]
     renamed = names
     for pattern, replacement in request.rename:
         if not any(re.search(pattern, name) for name in renamed):

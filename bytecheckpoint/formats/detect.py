@@ -38,8 +38,8 @@ _DEEPSPEED_LATEST, _MEGATRON_LATEST = "latest", "latest_checkpointed_iteration.t
 _MAX_POINTER_BYTES = 1024
 _NUMBERED = ("iter_{:07d}", "global_step_{}")
 """Folders of Megatron, and of the open-source ByteCheckpoint, whose pointer has Megatron's name."""
-_STEP_FOLDERS = ("global_step{}", *_NUMBERED, "checkpoint-{}")
-"""Names of step folders: DeepSpeed, Megatron, the open-source ByteCheckpoint, the Trainer of transformers."""
+_STEP_FOLDERS = ("global_step{}", *_NUMBERED, "checkpoint-{}", "step-{}")
+"""Names of step folders: DeepSpeed, Megatron, the open-source ByteCheckpoint, transformers, torchtitan."""
 
 
 class ForeignPlace(NamedTuple):

@@ -15,7 +15,7 @@ _NUM_NAMED = 4
 _DATA_SUFFIX = ".distcp"
 _NUMBERED = re.compile(r"\A(.+)-\d{5}-of-(\d{5})\.bin\Z")
 _OF_TRAINER = re.compile(r"\A(?:trainer_state\.json|random_states_\d+\.pkl)\Z")
-_STEP_FOLDER = re.compile(r"\A(?:global_step_?|iter_|checkpoint-)(\d{1,18})\Z")
+_STEP_FOLDER = re.compile(r"\A(?:global_step_?|iter_|checkpoint-|step-)(\d{1,18})\Z")
 
 
 def part_of_save(store: Store, folder: str, named_by: str = "") -> CheckpointNotFoundError | None:
@@ -56,17 +56,22 @@ def only_steps(path: str, listing: Mapping[str, int | None]) -> CheckpointNotFou
     """Returns the error (not_found) for a root with folders of steps as trainers name them, and no file that names the
     latest; None for any other folder.
     """
-    by_step = {int(match[1]): name for name in listing if listing[name] is None and (match := _STEP_FOLDER.match(name))}
-    if not by_step:
+    names = step_folders(listing)
+    if not names:
         return None
-    newest = by_step[max(by_step)]
-    named = and_more([by_step[step] for step in sorted(by_step, reverse=True)], _NUM_NAMED)
     return CheckpointNotFoundError(
-        f"{path} is no checkpoint, and has no file that names the latest of its steps ({named}), as some trainers "
-        f"write when a save has finished; nothing was loaded: give the path of one, such as {path}/{newest}",
+        f"{path} is no checkpoint, and has no file that names the latest of its steps ({and_more(names, _NUM_NAMED)}), "
+        f"as some trainers write when a save has finished; nothing was loaded: give the path of one, such as {path}/"
+        f"{names[0]}",
         kind="not_found",
         path=path,
     )
+
+
+def step_folders(listing: Mapping[str, int | None]) -> list[str]:
+    """Returns the folders that have a name as trainers give to those of their steps, the newest step first."""
+    by_step = {int(match[1]): name for name in listing if listing[name] is None and (match := _STEP_FOLDER.match(name))}
+    return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
 def _dcp(source: SourceFolder) -> str | None:

@@ -18,6 +18,7 @@ from torch import nn
 from bytecheckpoint import api
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState
 from bytecheckpoint.adapters.frameworks.deepspeed import COUNTERS
+from bytecheckpoint.adapters.native.module_parts import is_extra_state
 from bytecheckpoint.adapters.native.module_walk import tree_of
 from bytecheckpoint.adapters.plain.plain_data import decode_plain
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
@@ -213,7 +214,7 @@ def _beside_engine(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns the client state in a checkpoint of DeepSpeed itself, with its tensors on the host."""
     found: dict[str, Any] = {}
     for name, data in checkpoint.manifest.objects.items():
-        if name.partition(".")[0] not in _OF_ENGINE:
+        if name not in _OF_ENGINE and not is_extra_state(name):
             tree = decode_plain(data)
             items = leaves(tree, name, may_repeat=True).items()
             tensors = {fqn: checkpoint[item.fqn][...] for fqn, item in items if isinstance(item, TensorRef)}

@@ -174,7 +174,7 @@ def warn_of_unused(merged: MergedFindings, path: str) -> None:
     if not merged.fills:
         texts.append("nothing of the state was filled")
     if texts:
-        warnings.warn(f"loading {path}: {'; '.join(texts)}. Check the names", stacklevel=3)
+        warnings.warn(f"loading {path}: {and_more(texts, _NUM_SHOWN, '; ')}. Check the names", stacklevel=3)
 
 
 def _check_same_fqns(ranks: Ranks, findings: Sequence[_RankFindings]) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from bytecheckpoint.adapters.checkpoint_view import StoredTensor
-from bytecheckpoint.adapters.key_map import Renamer
+from bytecheckpoint.adapters.key_map import Globs, Renamer
 from bytecheckpoint.adapters.native.parameter_names import MODEL_FQN
 from bytecheckpoint.adapters.native.weight_scales import name_of_scales
 from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree, split_state_path
@@ -31,7 +31,7 @@ _MODELS = ("model", "module")
 """Entries that hold a model; if there are both, as in DeepSpeed's folders, the first has full precision."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SelectionRequest:
     """The options of a conversion that select tensors."""
 
@@ -60,15 +60,20 @@ class SelectionRequest:
         """Returns True if the tensor is included and not excluded. A tensor that differs from rank to rank is also
         matched by the name of its value.
         """
-        names = {fqn, without_content(fqn)}
-        is_included = not self.include or any(fnmatchcase(name, glob) for glob in self.include for name in names)
+        is_included = not self.include or any(map(self._included.match, {fqn, without_content(fqn)}))
         return is_included and not self.excludes(fqn)
 
     def excludes(self, fqn: str) -> bool:
         """Returns True if the tensor is excluded, by one of the names that `takes` knows."""
-        names = {fqn, without_content(fqn)}
-        is_named = any(fnmatchcase(name, glob) for glob in self.exclude for name in names)
-        return is_named or fqn in self.excluded_names
+        return fqn in self.excluded_names or any(map(self._excluded.match, {fqn, without_content(fqn)}))
+
+    @cached_property
+    def _included(self) -> Globs:
+        return Globs(self.include)
+
+    @cached_property
+    def _excluded(self) -> Globs:
+        return Globs(self.exclude)
 
     @property
     def takes_all(self) -> bool:

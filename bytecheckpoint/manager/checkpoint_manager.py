@@ -37,6 +37,7 @@ from bytecheckpoint.manager.restore import (
     check_load_arguments,
     choose_step,
     given_step,
+    log_fresh_start,
     note_restore,
     raise_unless_older_may_load,
     try_to_forget_restores,
@@ -214,7 +215,7 @@ class CheckpointManager:
             run = self._run if storage_options is None else self._run._replace(storage_options=storage_options)
             return run.load(initial, state, "latest", **as_load)
         if self._rank == 0:
-            logger.info("%s has no checkpoint: training starts at step 0", self._root)
+            log_fresh_start(self._store)
         return None
 
     def _continue_from(self, report: LoadReport, step: int, passed_over: Collection[int], *, was_resumed: bool) -> None:

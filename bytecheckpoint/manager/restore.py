@@ -9,6 +9,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -81,6 +82,22 @@ def choose_step(
         kind="not_found",
         path=str(store),
     )
+
+
+def log_fresh_start(store: Store) -> None:
+    """Logs that training begins at step 0: as a warning if the root has steps that other programs have saved."""
+    from bytecheckpoint.formats.unfinished import step_folders  # noqa: PLC0415 - few runs need readers of other formats
+
+    with suppress(CheckpointError):  # one rank calls this
+        if names := step_folders(store.list("")):
+            logger.warning(
+                "%s has no checkpoint that restore goes on from, and training starts at step 0; the folders %s may be "
+                "steps of another program: to go on from one, pass its path as restore(initial=...)",
+                store,
+                and_more(names, 4),
+            )
+            return
+    logger.info("%s has no checkpoint: training starts at step 0", store)
 
 
 def check_load_arguments(as_load: Mapping[str, object], *, initial: object, storage_options: object) -> None:

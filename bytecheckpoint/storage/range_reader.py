@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Protocol
 
@@ -69,9 +69,9 @@ def run_fetches(
     memory: FetchMemory,
     on_failure: Callable[[], None] = lambda: None,
 ) -> None:
-    """Carries out all fetches from these files of a folder. When one fails, those not begun are dropped, and the first
-    error is raised once all others have ended. `on_failure` is called at once for each fetch that fails, and has to end
-    waits inside the targets of other fetches.
+    """Carries out all fetches from these files of a folder. When one fails, those not begun are dropped, and once all
+    others have ended, the error that `_raising_first` chooses is raised. `on_failure` is called at once for each fetch
+    that fails, and has to end waits inside the targets of other fetches.
 
     Fetches that go through scratch memory wait for one another if `scratch_bytes` do not suffice for one per thread.
     If they do not even suffice for the longest fetch and two copies of the longest frame when decompressed, these are
@@ -96,8 +96,8 @@ def run_fetches(
     num_buffers = max(1, min(2 * threads, scratch_bytes // max(1, bytes_per_fetch)))
     content_pool, raw_pool = memory.new_buffers(num_buffers, content_bytes), memory.new_buffers(num_buffers, raw_bytes)
     digests = {number: _digests_of(files[number]) for number in {fetch.file for fetch in fetches} if verify}
-    errors: list[BaseException] = []
-    """In the order of time."""
+    errors: dict[int, BaseException] = {}
+    """In the order of time, by the number of the fetch."""
 
     def carry_out(fetch: Fetch) -> None:
         name = join_name(folder, files[fetch.file].name)
@@ -119,21 +119,34 @@ def run_fetches(
                     _decode(name, fetch, frame, encoded, raw[: frame.raw_bytes])
                     frame.place(raw[: frame.raw_bytes])
 
-    def run(fetch: Fetch) -> None:
+    def run(number: int, fetch: Fetch) -> None:
         with nullcontext() if store_budget is None else store_budget.taken(fetch.byte_length):
             if errors:  # another fetch has failed while this one waited
                 return
             try:
                 carry_out(fetch)
             except BaseException as error:
-                errors.append(error)
+                errors[number] = error
                 on_failure()
-                if isinstance(error, Exception) and errors[0] is not error:
-                    raise errors[0] from errors[0].__cause__  # the first error may have caused this one
                 raise
 
+    with _raising_first(errors):
+        run_jobs(lambda numbered: run(*numbered), list(enumerate(fetches)), num_threads=threads)
+
+
+@contextmanager
+def _raising_first(errors: dict[int, BaseException]) -> Iterator[None]:
+    """Surrounds fetches whose errors it gets. Raises the first about damage in the order of the fetches: threads find
+    it in any order. Else raises the first in the order of time, which may have caused the others.
+    """
     try:
-        run_jobs(run, fetches, num_threads=threads)
+        yield
+    except Exception:
+        damaged = (number for number, error in errors.items() if isinstance(error, CheckpointCorruptError))
+        first = min(damaged, default=next(iter(errors), None))
+        if first is not None:
+            raise errors[first] from errors[first].__cause__
+        raise
     finally:
         errors.clear()  # a traceback that holds its own error is memory until the next collection
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from counted_looks import CountedName
 
+from bytecheckpoint.adapters import key_map
 from bytecheckpoint.adapters.plain.plain_data import encode_plain
 from bytecheckpoint.conversion.choice import check_choice
 from bytecheckpoint.loading.select import Selection, SelectionRequest
@@ -24,3 +28,13 @@ def test_a_choice_among_many_optimizers_is_checked_without_a_look_at_all_names_f
     CountedName.num_looks = 0
     check_choice(manifest, SelectionRequest(to="bcp", include=("optimizers.*",)), selection)
     assert CountedName.num_looks < 40 * len(names)
+
+
+def test_globs_are_compiled_once_and_not_for_each_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of names as `include` of a tree or a conversion took minutes."""
+    compiled: list[str] = []
+    counted = SimpleNamespace(compile=lambda pattern: (compiled.append(pattern), re.compile(pattern))[1])
+    monkeypatch.setattr(key_map, "re", counted)
+    request = SelectionRequest(to="torch", include=("a.*", "b"), exclude=("a.x*",))
+    assert [request.takes(name) for name in ("a.y", "a.x1", "b", "c")] == [True, False, True, False]
+    assert len(compiled) == 2

@@ -394,6 +394,28 @@ def test_a_rank_that_does_not_call_save_is_named(workers: WorkerPool, tmp_path: 
     assert bcp.steps(tmp_path) == []
 
 
+def save_to_memory_without_options_for_it(rank: int, world_size: int, path: str, odd: int) -> tuple[Seen | None, bool]:
+    memory = None if rank == odd else bcp.Memory(copies=1, root=f"{path}/memory")
+    options = bcp.SaveOptions(timeout_s=30, memory=memory)
+    error = seen(lambda: bcp.save(f"{path}/run", state_of(rank, 1.0), step=1, to="memory", options=options))
+    bcp.save(f"{path}/run", state_of(rank, 1.0), step=2, options=OPTIONS)
+    return error, loads_as(Path(path, "run"), rank, 1.0, step=2, strict=False)
+
+
+@pytest.mark.filterwarnings("ignore:the memory root")
+@pytest.mark.parametrize("odd", [0, 1])
+def test_options_without_memory_on_one_rank_fail_a_save_to_memory_on_all(
+    workers: WorkerPool, tmp_path: Path, odd: int
+) -> None:
+    """It was refused before that rank made the call, and the others waited for it until their time limit."""
+    outcomes = workers.run(save_to_memory_without_options_for_it, str(tmp_path), odd, world_size=2)
+    for error, goes_on in outcomes:
+        assert error is not None
+        assert (error.cls, error.kind) == ("CheckpointMismatchError", "conflict")
+        assert "its options have none; nothing was saved" in error.message
+        assert goes_on
+
+
 def load_beside_another_failure(rank: int, world_size: int, path: str) -> Seen | None:
     """Rank 2 fails while rank 1 does not come at all."""
     if rank == 1:

@@ -80,10 +80,11 @@ def test_a_step_that_was_not_finished_says_what_is_missing(tmp_path: Path) -> No
         bcp.load(tmp_path, {"w": torch.ones(2, 3)}, step=7)
 
 
-def test_a_root_of_steps_without_a_tracker_names_the_newest(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["global_step", "step-"])
+def test_a_root_of_steps_without_a_tracker_names_the_newest(name: str, tmp_path: Path) -> None:
     for step in (9, 10):
-        write_dcp(tmp_path / f"global_step{step}", finished=True)
-    with pytest.raises(bcp.CheckpointNotFoundError, match=r"such as .*/global_step10\Z"):
+        write_dcp(tmp_path / f"{name}{step}", finished=True)
+    with pytest.raises(bcp.CheckpointNotFoundError, match=rf"such as .*/{name}10\Z"):
         bcp.open(tmp_path)
     assert bcp.open(tmp_path, step=9)["w"].shape == (2, 3)
 

@@ -12,7 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
-from training import mlp
+from torch import nn
+from training import mlp, same_value, train
 
 import bytecheckpoint as bcp
 from bytecheckpoint.loading import mismatches
@@ -304,6 +305,42 @@ def test_the_optimizer_state_that_goes_with_an_excluded_parameter_is_reported(tm
     of_optimizer = {f"optimizer.state.0.{name}.{key}" for name in names for key in keys}
     assert set(report.skipped) == {"model.0.weight", "model.0.bias", *of_optimizer}
     assert not set(adam.state) & set(other[0].parameters())
+
+
+def test_the_warning_of_many_rules_names_ten(saved: Path) -> None:
+    with pytest.warns(UserWarning, match=r"exclude 'gone9' matches nothing in the checkpoint; and 20 more\. Check"):
+        bcp.load(saved, fresh(), exclude=[f"gone{number}" for number in range(30)], strict=False)
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_the_optimizer_state_of_an_excluded_parameter_that_the_optimizer_lacks_goes_with_it(
+    tmp_path: Path, has_head: bool
+) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, [optimizer], 1)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other = mlp(1) if has_head else mlp(1)[:3]
+    adam = torch.optim.AdamW(other[:3].parameters())
+    report = bcp.load(tmp_path, {"model": other, "optimizer": adam}, exclude="model.3.*")
+    assert {"optimizer.state.3.weight.exp_avg", "optimizer.state.3.bias.step"} <= set(report.skipped)
+    assert report.unexpected == []
+    assert same_value(adam.state[other[0].weight], optimizer.state[model[0].weight])
+
+
+def test_the_optimizer_state_of_a_parameter_excluded_under_one_of_its_names_is_unexpected(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"inner": nn.Linear(2, 2), "a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    model["a"].weight = model["b"].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other = nn.ModuleDict({"inner": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    adam = torch.optim.AdamW(other["inner"].parameters())
+    report = bcp.load(tmp_path, {"model": other, "optimizer": adam}, exclude="model.a.*", strict=False)
+    states = {fqn.rpartition(".")[0] for fqn in report.unexpected}
+    assert states == {"optimizer.state.a.weight", "optimizer.state.b.bias"}
 
 
 def test_an_optimizer_that_does_not_fit_is_not_said_to_be_absent(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from forked_python import forked_python
 
 import bytecheckpoint as bcp
@@ -435,6 +436,23 @@ def test_training_does_not_begin_anew_where_a_checkpoint_stands_at_the_root(tmp_
     assert refused.value.kind == "conflict"
     with bcp.CheckpointManager(tmp_path / "run", save=bcp.save_policies.EverySteps(5)) as manager:
         assert manager.restore({"w": torch.zeros(4)}, initial=tmp_path) is not None
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["step-", "checkpoint-"])
+def test_a_fresh_start_beside_the_steps_of_another_program_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    for step in (9, 10):
+        dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / f"{name}{step}", no_dist=True)
+    state = {"w": torch.zeros(4)}
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        assert manager.restore(state) is None
+        assert f"the folders {name}10, {name}9 may be steps of another program" in caplog.text
+        caplog.clear()
+        assert manager.restore(state, initial=tmp_path / f"{name}10") is not None
+        assert caplog.text == ""
+    assert torch.equal(state["w"], torch.ones(4))
 
 
 def test_what_others_put_beside_the_notes_of_restores_stays_and_stops_no_deletion(tmp_path: Path) -> None:

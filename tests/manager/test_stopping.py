@@ -13,8 +13,9 @@ import torch.distributed as dist
 from bytecheckpoint.distributed.ranks import group_store
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manager.agreement import stopping
-from bytecheckpoint.manager.agreement.stopping import GroupStop, SoleStop, StopRequests
-from distributed.workers import WorkerPool
+from bytecheckpoint.manager.agreement.decisions import Decisions
+from bytecheckpoint.manager.agreement.stopping import GroupStop, SoleStop, StopRequests, join_stop
+from distributed.workers import WorkerDied, WorkerPool
 
 
 def requests_of(*signals: str, deadlines: tuple[float, ...] = (), needed_s: float = 0.0) -> StopRequests:
@@ -263,3 +264,29 @@ def lose_a_rank(rank: int, world_size: int) -> tuple[str, tuple[int, ...]] | Non
 
 def test_a_rank_that_does_not_report_is_named_and_not_waited_for_without_end(workers: WorkerPool) -> None:
     assert workers.run(lose_a_rank, world_size=2)[0] == ("rank_missing", (11,))
+
+
+def stop_beside_a_rank_that_dies(rank: int, world_size: int, dying: int) -> tuple[str, str, tuple[int, ...]]:
+    Decisions(None, "run", timeout_s=30).do("meeting", lambda: None)
+    requests = requests_of()
+    stop = join_stop(requests, None, token="dies", timeout_s=600)
+    if rank == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    requests.request("now", deadline_s=None)
+    with pytest.raises(CheckpointError) as raised:
+        pass_boundaries(stop, at_most_s=30)
+    stop.close()
+    return raised.value.kind, raised.value.message, raised.value.ranks
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_rank_whose_process_has_ended_is_named_at_once_when_a_stop_is_requested(
+    workers: WorkerPool, dying: int
+) -> None:
+    """The others waited for its report until the time limit, which preemption does not leave them."""
+    outcomes = workers.run_each(stop_beside_a_rank_that_dies, dying, world_size=3)
+    assert isinstance(outcomes.pop(dying).error, WorkerDied)
+    for outcome in outcomes:
+        kind, message, ranks = outcome.value
+        assert (kind, ranks) == ("rank_missing", (dying,))
+        assert "its process has ended" in message

@@ -229,6 +229,38 @@ def test_what_waits_for_memory_does_not_read_after_another_read_has_failed(monke
     assert len(begun) == 1
 
 
+def test_of_several_damages_the_first_in_the_order_of_the_fetches_is_told() -> None:
+    is_found = threading.Event()
+
+    class Slow(Telling):
+        """A store that gives what was asked for first after damage was found."""
+
+        def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: Any = None) -> None:
+            if byte_offset == 0:
+                assert is_found.wait(WAIT_S)
+            super().read_into(name, byte_offset, buffer, on_filled=on_filled)
+
+    file = DataFile("f", len(CONTENT), LENGTHS, digests())
+    starts = [0, *accumulate(LENGTHS)]
+    reads = [
+        Fetch(0, start, length, (), is_direct=False, wanted_by=lambda *_: "x")
+        for start, length in zip(starts, LENGTHS, strict=False)
+    ]
+    memory, store = range_reader.HostMemory(), Slow(bytes(len(CONTENT)), None)
+    with pytest.raises(CheckpointCorruptError, match=r"f: bytes 0 to 10 are damaged"):
+        range_reader.run_fetches(
+            store,
+            "",
+            [file],
+            reads,
+            threads=2,
+            verify=True,
+            scratch_bytes=1000,
+            memory=memory,
+            on_failure=is_found.set,
+        )
+
+
 def test_a_request_that_is_under_way_holds_no_scratch_memory() -> None:
     """Its bytes arrive in memory of the store's own: one buffer, to which they are copied, serves all threads."""
     threads = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -142,6 +143,14 @@ def test_what_could_not_be_removed_is_not_called_removed(call, root, monkeypatch
     states = {line.split()[0]: line.rsplit("  ", 1)[1] for line in shown.splitlines() if "(old)" in line}
     assert states == {DEAD: "dead (old)", YOUNG: "removed (old)"}
     assert call("gc", root, "--delete", "--json").json["deleted"] is False
+
+
+def test_several_are_removed_at_once(call, root, monkeypatch) -> None:
+    for step in (7, 8):
+        leave(root, step, DEAD, age_s=2 * DAY_S)
+    together, remove = threading.Barrier(2, timeout=60), garbage.remove
+    monkeypatch.setattr(garbage, "remove", lambda *arguments: (together.wait(), remove(*arguments))[1])
+    assert "2 leftovers of abandoned saves, 2.0 KiB, removed" in call("gc", root, "--delete").out
 
 
 def test_uploads_that_may_not_be_listed_are_told_and_the_rest_is_done(call, root, monkeypatch) -> None:

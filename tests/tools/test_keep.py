@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from manager.steps import read_steps
 
 import bytecheckpoint as bcp
 from bytecheckpoint.manager import abandoned_steps, retention, step_records
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.store import Store
@@ -272,6 +274,23 @@ def test_a_step_whose_data_is_missing_does_not_take_the_place_of_a_good_one(call
     assert kept_steps(ended) == [1500, 2000]
     assert ended.json["unreadable"] == [f"{run}/{folder(2500)}"]
     assert bcp.steps(run) == [1500, 2000, 2500]
+
+
+@pytest.mark.parametrize("num_kept", [1, 5])
+def test_several_manifests_are_read_at_once(call, run, num_kept, monkeypatch) -> None:
+    """Of the steps that stay, and of those that go: over a network, a root of hundreds took as many times as long."""
+    steps = step_records.list_steps(store_at(run), reads_manifests=True)
+    alike = {folder(step) for step in LOSSES if num_kept == 5 or step != 2500}
+    together, read = threading.Barrier(len(alike), timeout=60), layout.read_manifest
+
+    def read_with_others(store: Store, name: str) -> Manifest:
+        if name in alike:
+            together.wait()
+        return read(store, name)
+
+    monkeypatch.setattr(step_records, "list_steps", lambda *_, **__: steps)
+    monkeypatch.setattr(layout, "read_manifest", read_with_others)
+    assert len(kept_steps(call("keep", run, "--latest", num_kept, "--json"))) == num_kept
 
 
 def test_files_that_a_link_points_to_are_not_counted_as_deleted(call, run, tmp_path) -> None:

@@ -190,12 +190,11 @@ class OptimizerEntry:
         skipped: set[str] = set()
         claims, problems = set(stored.shared_claims()), stored.number_problems()
         expectation = Expectation([], claims, problems, padding=padding, skipped=skipped)
-        for names in self._optimized.all_names():
-            claims.update(stored.claims(names))
-        for names in () if checkpoint.takes_all else filter(stored.is_excluded, self._optimized.all_names()):
-            skipped.update(
-                fqn for fqn in stored.claims(names) if fqn in checkpoint.tensors or fqn in checkpoint.tree_leaves
-            )
+        parameters = list(self._optimized.all_names())
+        claims.update(*map(stored.claims, parameters))
+        left_out = () if checkpoint.takes_all else set(stored.excluded_claims(parameters))
+        claims.update(left_out)
+        skipped.update(fqn for fqn in left_out if fqn in checkpoint.tensors or fqn in checkpoint.tree_leaves)
         expectation.problems.extend(self._find_refused(stored).problems)
         whole = (state.expect() for state in self._param_states(stored))
         flat = (state.expect(stored) for state in self._flat_states(stored))
@@ -204,11 +203,11 @@ class OptimizerEntry:
             expectation.problems.extend(of_state.problems)
             padding += of_state.padding
         for group in self._groups():
-            parameters = self._optimized.names(group.parameters)
-            _, problems = agreed(parameters, stored, checkpoint, {})
+            of_group = self._optimized.names(group.parameters)
+            _, problems = agreed(of_group, stored, checkpoint, {})
             expectation.problems.extend(problems)
             self._known_problems.update(problem.fqn for problem in problems)
-            to_load = tensors_to_load(parameters, stored, checkpoint)
+            to_load = tensors_to_load(of_group, stored, checkpoint)
             for fqn in sorted(to_load - self._hyperparameters.keys()):
                 tensor = checkpoint.tensors.get(fqn)
                 if tensor is None:

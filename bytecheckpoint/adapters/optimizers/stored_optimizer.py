@@ -163,10 +163,24 @@ class StoredOptimizer:
 
     def claims(self, names: ParameterNames) -> Iterator[str]:
         """Yields the FQNs, in the live state, of everything that was saved of a parameter's optimizer state."""
-        for name in self._names(names):
-            yield from (fqn for fqn, _ in self._tensors.get(name, {}).values())
-            plain = leaves(self._tree["state"].get(name, {}), join_fqn(self._tree_fqn, f"state.{name}"))
-            yield from map(self._checkpoint.rename, plain)
+        return chain.from_iterable(map(self._claims_under, self._names(names)))
+
+    def _claims_under(self, name: str) -> Iterator[str]:
+        yield from (fqn for fqn, _ in self._tensors.get(name, {}).values())
+        plain = leaves(self._tree["state"].get(name, {}), join_fqn(self._tree_fqn, f"state.{name}"))
+        yield from map(self._checkpoint.rename, plain)
+
+    def excluded_claims(self, parameters: Collection[ParameterNames]) -> Iterator[str]:
+        """Yields the `claims` of the live optimizer's `parameters` that `exclude` leaves out, and of stored parameters
+        that it leaves out under all of their names and the live optimizer lacks.
+        """
+        yield from chain.from_iterable(map(self.claims, filter(self.is_excluded, parameters)))
+        saved = self._checkpoint.saved
+        taken = {tensor.fqn for source, tensor in saved.items() if not self._checkpoint.excludes(source)}
+        for name in self._groups.keys() - set(chain.from_iterable(map(self._names, parameters))):
+            tensor = saved.get(self._source(name))
+            if tensor is not None and tensor.fqn not in taken:
+                yield from self._claims_under(name)
 
     def shared_claims(self) -> Iterator[str]:
         """Yields the FQNs, in the live state, of stored values that belong to no single parameter."""

@@ -10,7 +10,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -114,6 +114,14 @@ class PeerWatch:
         self._reported: set[int] = set()
         self._lock = threading.RLock()  # a save in the background may wait while the caller loads
 
+    @property
+    def _watched(self) -> Sequence[int]:
+        return self._below if self._above is None else [self._above, *self._below]
+
+    def ended_of_watched(self) -> list[int]:
+        """Returns those of the ranks that this one watches of which `ended` knows that their processes have ended."""
+        return self.ended(self._watched)
+
     def introduce(self) -> None:
         """Puts the presence of this process into the key-value store of the group, once."""
         with self._lock:
@@ -128,7 +136,7 @@ class PeerWatch:
             self._meet()
 
     def _meet(self) -> None:
-        self._find(self._below if self._above is None else [self._above, *self._below])
+        self._find(self._watched)
         if self._links is None:
             self._links = HostLinks(self._rank, host_of(self._store))
         remote = [rank for rank, presence in self._known.items() if not self._is_local(presence)]

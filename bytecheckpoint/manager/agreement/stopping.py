@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from bytecheckpoint.distributed.failures import shown_ranks
-from bytecheckpoint.distributed.ranks import check_group, group_store
+from bytecheckpoint.distributed.ranks import check_group, group_peers, group_store
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manager.policy_arguments import plain_number
 
@@ -42,6 +42,8 @@ _LOST = (
 )
 _JOIN_S = 5.0
 _REQUEST, _VERDICT = "request", "verdict"
+_ENDED = "ended:"
+"""Begins a verdict that names ranks whose processes have ended before they reported: nobody can agree on a stop."""
 _REQUESTED, _DEADLINE = "requested", "deadline"
 """Reasons of stops for which nobody gave another one."""
 
@@ -151,9 +153,11 @@ class GroupStop:
         rank: int,
         global_ranks: Sequence[int],
         timeout_s: float,
+        find_ended: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         """`token` is the same on all ranks of this manager, and on no other's. `rank` is a position in `global_ranks`,
-        the ranks of the group by which errors name them.
+        the ranks of the group by which errors name them. `find_ended` returns those of the ranks that this one watches
+        whose processes have ended.
         """
         self.reason = ""
         self._requests = requests
@@ -162,6 +166,9 @@ class GroupStop:
         self._global_ranks = global_ranks
         self._num_ranks = len(global_ranks)
         self._timeout_s = timeout_s
+        self._find_ended = find_ended
+        self._ended: list[int] = []
+        """Ranks that will never report, by the verdict."""
         self._changed = threading.Condition()
         self._num_passed = 0
         self._has_reported = self._is_report_written = False
@@ -174,12 +181,12 @@ class GroupStop:
     def pass_boundary(self) -> bool:
         """Returns True if training is to stop, from the same boundary on for all ranks.
 
-        Raises CheckpointError (rank_missing), which names the ranks, if a stop was requested and some do not report
-        within `timeout_s`, for which this call may wait.
+        Raises CheckpointError (rank_missing), which names the ranks, if a stop was requested and some have ended before
+        they reported, or do not report within `timeout_s`, for which this call may wait.
         """
         with self._changed:
             if self._has_reported and self._verdict is None:
-                self._changed.wait_for(lambda: self._verdict is not None, self._timeout_s)
+                self._changed.wait_for(lambda: self._verdict is not None or self._ended, self._timeout_s)
                 if self._verdict is None:
                     raise self._missing_error()
             self._num_passed += 1
@@ -187,12 +194,12 @@ class GroupStop:
 
     def _missing_error(self) -> CheckpointError:
         with suppress(RuntimeError):
-            silent = [rank for rank in range(self._num_ranks) if not self._store.check([_num_passed_key(rank)])]
+            silent = self._ended or [rank for rank in range(self._num_ranks) if not self._has_report_of(rank)]
             absent = tuple(self._global_ranks[rank] for rank in silent or (0,))
+            why = "its process has ended" if self._ended else f"dead or stopped for {self._timeout_s:g} s"
             return CheckpointError(
-                f"a stop was requested ({self.reason}), and {shown_ranks(absent)} did not report within "
-                f"{self._timeout_s:g} s at which step it is: dead or stopped. What was saved before still loads: look "
-                "at its log, and start the job again",
+                f"a stop was requested ({self.reason}), and {shown_ranks(absent)} did not report at which step it is: "
+                f"{why}. What was saved before still loads: look at its log, and start the job again",
                 kind="rank_missing",
                 ranks=absent,
             )
@@ -231,11 +238,22 @@ class GroupStop:
             if self._store.check(keys):
                 self._store.compare_set(_VERDICT, "", str(max(int(self._store.get(key)) for key in keys)))
         if not self._store.check([_VERDICT]):
-            return False
+            # Rank 0 gives the verdict, so that its own report is not enough.
+            ended = [rank for rank in self._find_ended() if rank == 0 or not self._has_report_of(rank)]
+            if not ended:
+                return False
+            self._store.compare_set(_VERDICT, "", _ENDED + ",".join(map(str, ended)))
+        verdict = bytes(self._store.get(_VERDICT)).decode()
         with self._changed:
-            self._verdict = int(self._store.get(_VERDICT))
+            if verdict.startswith(_ENDED):
+                self._ended = [*map(int, verdict.removeprefix(_ENDED).split(","))]
+            else:
+                self._verdict = int(verdict)
             self._changed.notify_all()
         return True
+
+    def _has_report_of(self, rank: int) -> bool:
+        return bool(self._store.check([_num_passed_key(rank)]))
 
     def _report(self) -> None:
         """Reports once how many boundaries this rank has passed. Its next one then waits for the verdict."""
@@ -294,8 +312,15 @@ def join_stop(
             "default one"
         )
     ranks = dist.get_process_group_ranks(group)
-    store, rank = group_store(group), dist.get_rank(group)
-    return GroupStop(requests, store, token=token, rank=rank, global_ranks=ranks, timeout_s=timeout_s)
+    return GroupStop(
+        requests,
+        group_store(group),
+        token=token,
+        rank=dist.get_rank(group),
+        global_ranks=ranks,
+        timeout_s=timeout_s,
+        find_ended=group_peers()(group).watch.ended_of_watched,
+    )
 
 
 def _num_passed_key(rank: int) -> str:
