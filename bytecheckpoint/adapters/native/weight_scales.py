@@ -102,7 +102,7 @@ class WeightScales:
         """
         weight = self._saved.get(stored_fqn)
         names = names_beside(weight, shard.dtype, self._saved) if weight else ()
-        if weight is None or not names or (weight.dtype != MXFP4 and is_kept(names[0])):
+        if weight is None or not names or is_kept(names[0]):
             return shard, stored_fqn
         self.names.update(names)
         scales, *packed = map(self._saved.__getitem__, names)
@@ -120,8 +120,7 @@ class WeightScales:
         device = "meta" if shard.tensor.is_meta else "cpu"
         memory = _memory_for(packed[0], region, device)
         self._scaled.append(ScaledShard(shard, place.transpose(1, 2), blocks, memory.tensor))
-        changed = shard.tensor if shard.owner is None else shard.owner
-        return memory._replace(fqn=shard.fqn, owner=changed), packed[0].fqn
+        return memory._replace(fqn=shard.fqn, owner=shard.owner), packed[0].fqn
 
     def _place(self, scales: StoredTensor, region: Region) -> torch.Tensor:
         key = scales.fqn, region
