@@ -226,6 +226,13 @@ def test_a_configuration_that_does_not_fit_the_scales_tells_no_blocks(tmp_path: 
     assert torch.equal(state["weight"][:96], expected[:96])  # blocks of 128 rows by the shapes
 
 
+def test_a_configuration_that_cannot_be_read_is_no_reason_to_guess(tmp_path: Path) -> None:
+    write_with_config(tmp_path / "fp8", [96, 64])
+    (tmp_path / "fp8" / "config.json").write_text('{"quantization_config":')
+    with pytest.raises(bcp.CheckpointCorruptError, match=r"config\.json is damaged: it is no JSON"):
+        bcp.load(tmp_path / "fp8", {"weight": torch.zeros(192, 128)}, cast=True)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_region_of_any_blocks_is_the_product(data: st.DataObject) -> None:
