@@ -160,9 +160,9 @@ def load(
         include: Only checkpoint FQNs that match one of these globs.
         exclude: No checkpoint FQNs that match one of these globs. The optimizer state of a parameter goes with it.
         cast: Convert dtypes that differ. Floating-point dtypes round; a value out of range of an integer dtype, or that
-            a float8 dtype turns into NaN or another sign, is an error. Weights in float8 or int8 with scales beside
-            them (`weight_scale_inv`, `weight_scale`) are multiplied by these on the way to full precision, unless the
-            state has a place for the scales too.
+            a float8 dtype turns into NaN or another sign, is an error. Weights in float8, int8 or MXFP4 with scales
+            beside them (`weight_scale_inv`, `weight_scale`, `_scales`) are multiplied by these on the way to full
+            precision, unless the state has a place for the scales too.
         process_group: As for `save`.
         role: As for `save`.
         storage_options: As for `save`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from bytecheckpoint.errors import CheckpointMismatchError
 
 DTYPE_ITEMSIZES: dict[str, int] = {
@@ -35,3 +37,19 @@ QUANTIZED_DTYPES = frozenset({"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
 """Dtypes of weights that may have a tensor of scales beside them."""
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
 """Behind the name of a quantized weight, they make the name of its scales."""
+WEIGHT_BLOCK = "weight_block_size"
+"""Key in the metadata of a checkpoint, as in Hugging Face's `quantization_config`."""
+
+MXFP4 = "mxfp4"
+"""Dtype of a weight that no file has as a tensor: its 4-bit numbers are in a tensor of bytes, two in each, and the
+exponents of its scales, each for MXFP4_NUMEL numbers of a row, in another. Only a manifest in memory has this dtype."""
+MXFP4_NUMEL = 32
+MXFP4_SUFFIXES = ("_scales", "_blocks")
+"""Behind the name of such a weight, they make the names of the two."""
+
+
+def weight_block(metadata: Mapping[str, object]) -> tuple[int, ...]:
+    """Returns rows and columns of the block of a matrix that a scale is for, if these values say so, else ()."""
+    found = metadata.get(WEIGHT_BLOCK)
+    block = tuple(each for each in found if type(each) is int and each > 0) if isinstance(found, list) else ()
+    return block if len(block) == 2 and found == [*block] else ()

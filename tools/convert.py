@@ -53,8 +53,8 @@ Example:
     "--dtype",
     type=click.Choice(_DTYPES),
     metavar="DTYPE",
-    help=f"Convert tensors of {', '.join(_DTYPES)} to one of these, and weights in FP8 or int8 with scales to their "
-    "product; all others stay as they are.",
+    help=f"Convert tensors of {', '.join(_DTYPES)} to one of these, and weights in FP8, int8 or MXFP4 with scales to "
+    "their product; all others stay as they are.",
 )
 @click.option("--include", multiple=True, metavar="GLOB", help="Write only names of SRC that match; may be repeated.")
 @click.option(

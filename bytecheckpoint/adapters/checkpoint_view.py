@@ -87,6 +87,8 @@ class CheckpointView:
         Raises CheckpointMismatchError (conflict) if two tensors get one name; `tree_leaves` does so for leaves.
         """
         self._manifest = manifest
+        self.metadata = manifest.metadata
+        """Metadata of the checkpoint."""
         self._reshape = reshape
         self._trees_at = trees_at
         self.rank = rank

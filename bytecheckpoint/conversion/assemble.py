@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from bytecheckpoint.adapters.checkpoint_view import StoredTensor
-from bytecheckpoint.adapters.native.weight_scales import WeightScales, blocks_of, name_of_scales
+from bytecheckpoint.adapters.native.weight_scales import WeightScales, blocks_of, names_beside
 from bytecheckpoint.adapters.shards import LocalShard, torch_dtype
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
@@ -67,12 +67,10 @@ class Elements:
         that is finite, and would be infinite in the dtype that is wanted.
         """
         source = self._source
-        shards = [shard for job in jobs for shard in self._shards(job)]
-        scales = WeightScales(self._quantized)
-        for shard in shards:
-            scales.add(shard, shard.fqn)
-        shards += scales.places.values()
-        fqns = [shard.fqn for shard in shards]
+        scales = WeightScales(self._quantized, source.manifest.metadata)
+        filled = [scales.add(shard, shard.fqn) for job in jobs for shard in self._shards(job)]
+        filled += [(place, place.fqn) for place in scales.places.values()]
+        shards, fqns = [shard for shard, _ in filled], [fqn for _, fqn in filled]
         source.read(source.plan_unchecked(shards, fqns), shards, fqns)
         scales.multiply()
         for job in jobs:
@@ -130,20 +128,20 @@ class Elements:
 
 
 def _quantized_weights(wanted: Sequence[WantedTensor], manifest: Manifest) -> dict[str, StoredTensor]:
-    """Returns the stored tensors whose product with their scales is wanted, and these scales, by FQN. Raises the errors
-    of `blocks_of`.
+    """Returns the stored tensors whose product with their scales is wanted, and what `names_beside` has for them, by
+    FQN. Raises the errors of `blocks_of`.
     """
     dtypes = {piece.fqn: tensor.dtype for tensor in wanted for piece in tensor.pieces if piece.fqn is not None}
     found: dict[str, StoredTensor] = {}
     names = {*manifest.tensors, *manifest.aliases}
     for (fqn, dtype), described in zip(dtypes.items(), manifest.describe_each(list(dtypes)), strict=True):
         weight = StoredTensor(fqn, *described)
-        name = name_of_scales(weight, dtype, names)
-        if name is not None:
-            stored_name = manifest.aliases.get(name, name)
-            scales = StoredTensor(stored_name, *manifest.describe(stored_name))
-            blocks_of(weight, scales, names)
-            found |= {fqn: weight, name: scales}
+        beside = names_beside(weight, dtype, names)
+        if beside:
+            stored_names = [manifest.aliases.get(name, name) for name in beside]
+            stored = [StoredTensor(name, *manifest.describe(name)) for name in stored_names]
+            blocks_of(weight, stored[0], names, manifest.metadata)
+            found |= {fqn: weight, **dict(zip(beside, stored, strict=True))}
     return found
 
 

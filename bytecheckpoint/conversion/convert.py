@@ -40,7 +40,7 @@ from bytecheckpoint.loading.plain_trees import PlainData
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import LeftOut, Selection, SelectionRequest, select, with_state_of_excluded
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, FUSED, with_separate_experts
+from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, FUSED, with_packed_weights, with_separate_experts
 from bytecheckpoint.name_maps.load import CheckpointFolder
 from bytecheckpoint.options import LoadOptions, NameMap
 from bytecheckpoint.planner.copy_plan import check_wanted
@@ -202,7 +202,7 @@ def _open_source(request: ConvertRequest, ranks: Ranks) -> Source:
     )
     source = open_together(ranks, request.source, options)
     source.manifest.table.check_all()
-    return source
+    return source.showing(with_packed_weights(source.manifest)) if request.selection.dtype else source
 
 
 def _plan(request: ConvertRequest, ranks: Ranks) -> _Plan:

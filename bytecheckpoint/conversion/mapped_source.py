@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.formats.folder import read_config
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import LeftOut, ModelNames, SelectionRequest
 from bytecheckpoint.manifest import Manifest, tensor_record
 from bytecheckpoint.name_maps.fused_experts import TRANSPOSED_TYPES, expert_names_of
-from bytecheckpoint.name_maps.load import CheckpointFolder, as_mapped, as_state, map_checkpoint, read_config
+from bytecheckpoint.name_maps.load import CheckpointFolder, as_mapped, as_state, map_checkpoint
 from bytecheckpoint.name_maps.objects import LEFT_OUT_BY_MAP, mapped_objects
 from bytecheckpoint.options import NameMap
 from bytecheckpoint.planner.copy_plan import CopySource, WantedTensor
@@ -85,7 +86,7 @@ def names_for_experts(request: SelectionRequest, source: Source, target: Checkpo
     """
     if request.experts:
         return request.experts
-    configs = (read_config(target), read_config(CheckpointFolder(source.store, source.folder)))
+    configs = (read_config(*target), read_config(source.store, source.folder))
     model_type = next((str(config["model_type"]) for config in configs if "model_type" in config), "")
     if model_type in TRANSPOSED_TYPES:
         raise CheckpointMismatchError(

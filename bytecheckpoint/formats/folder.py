@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from bytecheckpoint.errors import StorageError
-from bytecheckpoint.formats.file_reader import REQUESTS_IN_FLIGHT, FileReader, damaged, missing_file
+from bytecheckpoint.formats.file_reader import REQUESTS_IN_FLIGHT, FileReader, damaged, missing_file, too_much
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.formats.torch_save.file import SavedFile, open_saved
 from bytecheckpoint.formats.torch_save.unpickler import FindGlobal
@@ -18,6 +20,9 @@ from bytecheckpoint.storage.store import Store
 _MAY_HOLD_TENSORS = re.compile(
     r"\A.*\.(?:safetensors|bin|pt|pth|ckpt|pkl|pickle|distcp|npz|npy|h5|hdf5|msgpack|gguf|onnx|ot|tar|zip)\Z"
 )
+
+_CONFIG = "config.json"
+_MAX_CONFIG_BYTES = 1 << 20
 
 
 class SourceFolder:
@@ -115,3 +120,22 @@ class SourceFolder:
             if error.kind != "permission":
                 raise
             return True  # as lost+found where a disk is mounted: it is no part of the checkpoint, so it is only named
+
+
+def read_config(store: Store, folder: str) -> Mapping[str, Any]:
+    """Reads the `config.json` of Hugging Face in the folder of a checkpoint; {} if there is none, or it holds no
+    object.
+
+    Raises CheckpointCorruptError, UnsafeCheckpointError (limits_exceeded) and the errors of reading a file.
+    """
+    num_bytes = store.list(folder).get(_CONFIG)
+    if num_bytes is None:
+        return {}
+    file = FileReader(store, join_name(folder, _CONFIG), num_bytes)
+    if num_bytes > _MAX_CONFIG_BYTES:
+        raise too_much(file.path, f"it has {num_bytes} bytes, at most {_MAX_CONFIG_BYTES} are read")
+    try:
+        config = json.loads(file.read_all())
+    except (ValueError, RecursionError) as error:
+        raise damaged(file.path, f"it is no JSON: {error}") from error
+    return config if isinstance(config, dict) else {}

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from bytecheckpoint.dtypes import QUANTIZED_DTYPES, WEIGHT_BLOCK, weight_block
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -25,8 +26,7 @@ from bytecheckpoint.formats.file_reader import (
     too_much,
     with_path,
 )
-from bytecheckpoint.formats.folder import SourceFolder
-from bytecheckpoint.formats.manifest_builder import ManifestBuilder
+from bytecheckpoint.formats.folder import SourceFolder, read_config
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import Region
 from bytecheckpoint.runtime.threads import map_looks
@@ -98,13 +98,13 @@ def read_indexed(source: SourceFolder, name: str) -> None:
         path = join_name(source.path, name)
         raise damaged(path, f"{len(missing)} of its tensors are not where it says, {where}")
     wanted = {file: {fqn for fqn in parts if weights.get(fqn, file) == file} for file, parts in headers.parts.items()}
-    _add_tensors(source.builder, headers, wanted)
+    _add_tensors(source, headers, wanted)
 
 
 def read_files(source: SourceFolder, names: Sequence[str]) -> None:
     """Reads the checkpoint that these files are together. Raises as `read_folder`."""
     headers = _read_headers(source, names)
-    _add_tensors(source.builder, headers, headers.parts)
+    _add_tensors(source, headers, headers.parts)
 
 
 def files_of_index(source: SourceFolder, name: str) -> frozenset[str]:
@@ -146,8 +146,11 @@ class _Headers(NamedTuple):
     aliases: dict[str, str]
 
 
-def _add_tensors(builder: ManifestBuilder, headers: _Headers, wanted: Mapping[str, Collection[str]]) -> None:
-    """Adds the tensors that are wanted, by file, put together from the parts in all files; then the aliases."""
+def _add_tensors(source: SourceFolder, headers: _Headers, wanted: Mapping[str, Collection[str]]) -> None:
+    """Adds the tensors that are wanted, by file, put together from the parts in all files; then the aliases, and the
+    block that a scale is for, as `config.json` says.
+    """
+    builder = source.builder
     by_tensor: dict[str, list[_FilePart]] = {}
     for file, names in wanted.items():
         for fqn in (name for name in headers.parts[file] if name in names):
@@ -166,6 +169,10 @@ def _add_tensors(builder: ManifestBuilder, headers: _Headers, wanted: Mapping[st
     for alias, fqn in headers.aliases.items():
         if alias not in builder.tensors and fqn in builder.tensors:
             builder.add_alias(alias, fqn)
+    if any(record.dtype in QUANTIZED_DTYPES for record in builder.tensors.values()):
+        quantization = read_config(source.store, source.name).get("quantization_config")
+        block = weight_block(quantization) if isinstance(quantization, dict) else ()
+        builder.metadata = {**builder.metadata, **({WEIGHT_BLOCK: [*block]} if block else {})}
 
 
 def _read_headers(source: SourceFolder, names: Iterable[str]) -> _Headers:

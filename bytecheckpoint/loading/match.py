@@ -14,9 +14,10 @@ from torch.autograd.graph import increment_version
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor
 from bytecheckpoint.adapters.collect import Entry
 from bytecheckpoint.adapters.expectation import Problem, not_stored
-from bytecheckpoint.adapters.native.weight_scales import WeightScales
+from bytecheckpoint.adapters.native.weight_scales import WeightScales, names_beside
 from bytecheckpoint.adapters.shards import LocalShard, has_all_memory, shares_elements, torch_dtype
 from bytecheckpoint.adapters.target_shards import TargetShards
+from bytecheckpoint.dtypes import MXFP4
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.manifest.plain_wire import is_at_or_below
 from bytecheckpoint.memory.overlap import find_shared
@@ -111,26 +112,26 @@ def _without(match: Match, numbers: Sequence[int]) -> Match:
 
 
 def _with_scales(match: Match, stored: CheckpointView) -> Match:
-    """Adds the scales of quantized weights that are converted to full precision. Whatever include and exclude say:
-    without them the weights would be other ones. But where the state has a place for the scales, it gets the numbers
-    as they are: whoever multiplies them by its scales would do so twice. A weight whose scales do not fit becomes a
-    problem.
+    """Adds the scales of quantized weights that are converted to full precision, and puts memory for packed numbers in
+    place of the shards that they are for. Whatever include and exclude say: without them the weights would be other
+    ones. But where the state has a place for the scales, it gets the numbers as they are: whoever multiplies them by
+    its scales would do so twice. A weight whose scales do not fit becomes a problem.
     """
-    scales = WeightScales(stored.saved)
-    unfit: list[int] = []
+    scales = WeightScales(stored.saved, stored.metadata)
+    filled, unfit = list[tuple[LocalShard, str]](), list[int]()
     for number, (shard, fqn) in enumerate(zip(match.shards, match.stored_fqns, strict=True)):
         try:
-            scales.add(shard, fqn, is_kept=lambda name: stored.rename(name) in match.claims)
+            filled.append(scales.add(shard, fqn, is_kept=lambda name: stored.rename(name) in match.claims))
         except CheckpointMismatchError as error:
             match.problems.append(Problem(error.kind, shard.fqn, f"{shard.fqn}: {error.message}"))
             match.cast.discard(shard.fqn)
             unfit.append(number)
     match.claims.update(map(stored.rename, scales.names))
-    match = _without(match, unfit)
     if not scales.places:
-        return match
-    shards = TargetShards([*match.shards, *scales.places.values()])
-    return match._replace(shards=shards, stored_fqns=[*match.stored_fqns, *scales.places], scales=scales)
+        return _without(match, unfit)
+    filled += [(place, place.fqn) for place in scales.places.values()]
+    shards, fqns = zip(*filled, strict=True)
+    return match._replace(shards=TargetShards(shards), stored_fqns=[*fqns], scales=scales)
 
 
 def _match_shards(match: Match, shards: TargetShards, stored: CheckpointView, *, cast: bool) -> Sequence[LocalShard]:
@@ -223,7 +224,7 @@ def _problem(shard: LocalShard, stored: StoredTensor, *, cast: bool) -> Problem 
         kind, text = "shape", f"shape {list(stored.shape)} in the checkpoint, {list(shape)} in the state"
     elif stored.dtype != dtype and not cast:
         kind, text = "dtype", f"dtype {stored.dtype} in the checkpoint, {dtype} in the state (cast=True converts)"
-    elif stored.dtype != dtype and not _can_convert(stored.dtype, dtype):
+    elif stored.dtype != dtype and not _can_convert(stored, dtype):
         kind, text = "dtype", f"torch cannot convert {stored.dtype} in the checkpoint to {dtype} in the state"
     elif shares_elements(tensor):
         text = "elements of the state's tensor share memory (it is expanded, or a sliding window); give it a copy"
@@ -232,9 +233,11 @@ def _problem(shard: LocalShard, stored: StoredTensor, *, cast: bool) -> Problem 
     return Problem(kind or "conflict", fqn, f"{fqn}: {text}") if text else None
 
 
-def _can_convert(stored: str, wanted: str) -> bool:
+def _can_convert(stored: StoredTensor, wanted: str) -> bool:
+    if stored.dtype == MXFP4:
+        return bool(names_beside(stored, wanted, ()))
     try:
-        source = torch.empty(1, dtype=torch_dtype(stored), device="cpu")
+        source = torch.empty(1, dtype=torch_dtype(stored.dtype), device="cpu")
         torch.empty(1, dtype=torch_dtype(wanted), device="cpu").copy_(source)
     except (RuntimeError, NotImplementedError):  # there is no other way to ask
         return False

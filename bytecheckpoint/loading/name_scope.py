@@ -210,11 +210,12 @@ def _best_of(ranks: Ranks, candidates: Sequence[tuple[Matched, str]]) -> Matched
 
 
 def _counts(matched: Matched, below: str) -> tuple[int, int, int]:
-    """Returns three numbers: of shards, of problems, and of the shards and plain data that are filled at or below a
-    name. The last is 1 for the name "".
+    """Returns three numbers: of shards, of problems (a missing key counts twice: a tensor of another dtype is nearer),
+    and of the shards and plain data that are filled at or below a name. The last is 1 for the name "".
     """
     match, plain = matched.match, matched.stored.tree_leaves
     fqns = TargetShards.of(match.shards).fqns
     filled = [*fqns, *filter(plain.__contains__, match.claims)] if below else ()
     num_named = sum(is_at_or_below(fqn, {below}) for fqn in filled) if below else 1
-    return len(fqns), len(match.problems), num_named
+    num_missing = sum(problem.kind == "missing_key" for problem in match.problems)
+    return len(fqns), len(match.problems) + num_missing, num_named

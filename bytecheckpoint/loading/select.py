@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple
 from bytecheckpoint.adapters.checkpoint_view import StoredTensor
 from bytecheckpoint.adapters.key_map import Globs, Renamer
 from bytecheckpoint.adapters.native.parameter_names import MODEL_FQN
-from bytecheckpoint.adapters.native.weight_scales import name_of_scales
+from bytecheckpoint.adapters.native.weight_scales import names_beside
 from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree, split_state_path
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, is_content_fqn, without_content
 from bytecheckpoint.adapters.plain.plain_tree import leaves
-from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.dtypes import MXFP4, MXFP4_SUFFIXES, itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.info import LEFT_OUT
 from bytecheckpoint.manifest import Manifest
@@ -27,6 +27,8 @@ TargetFormat = Literal["bcp", "hf", "dcp", "torch"]
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Dtypes that a conversion changes into one another; tensors of other dtypes keep theirs."""
 _UNREAD = "in the files of the source"
+_MULTIPLIED = "scales: the weights are written multiplied by them"
+_PACKED = "packed numbers and their scales: the weights are written, their products"
 _MODELS = ("model", "module")
 """Entries that hold a model; if there are both, as in DeepSpeed's folders, the first has full precision."""
 
@@ -178,10 +180,10 @@ def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNam
             f"none of the {len(all_fqns)} tensors is left to convert; nothing was written: widen include and exclude",
             kind="conflict",
         )
-    scales = _scales_of(manifest, selected, set(all_fqns)) if request.dtype is not None else {}
-    stored_scales = set(scales.values())
-    multiplied = {fqn for fqn in selected if manifest.aliases.get(fqn, fqn) in stored_scales}
-    left_out += _totals(manifest, multiplied, lambda _: "scales: the weights are written multiplied by them")
+    beside = _beside(manifest, selected, set(all_fqns)) if request.dtype is not None else {}
+    stored_beside = {name for names in beside.values() for name in names}
+    multiplied = {fqn for fqn in selected if manifest.aliases.get(fqn, fqn) in stored_beside}
+    left_out += _totals(manifest, multiplied, lambda fqn: _PACKED if fqn.endswith(MXFP4_SUFFIXES) else _MULTIPLIED)
     selected = [fqn for fqn in selected if fqn not in multiplied]
     prefix = ""
     if request.to == "hf" and not (request.keep_names or request.rename):
@@ -193,7 +195,7 @@ def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNam
     first = {stored_fqn: fqn for fqn, stored_fqn in reversed(stored.items())}
     return Selection(
         wanted=[
-            _wanted(manifest, fqn, names[first[fqn]], request, has_scales=fqn in scales)
+            _wanted(manifest, fqn, names[first[fqn]], request, has_scales=fqn in beside)
             for fqn in manifest.tensors
             if fqn in first
         ],
@@ -229,12 +231,14 @@ def _of_whole_optimizers(all_fqns: Sequence[str], trees: Mapping[str, Any], requ
     return found
 
 
-def _scales_of(manifest: Manifest, fqns: Sequence[str], all_fqns: Container[str]) -> dict[str, str]:
-    """Returns the names under which the scales of quantized weights are stored, by those of the weights."""
+def _beside(manifest: Manifest, fqns: Sequence[str], all_fqns: Container[str]) -> dict[str, list[str]]:
+    """Returns the names under which the scales of quantized weights, and packed numbers, are stored, by those of the
+    weights.
+    """
     stored = list({manifest.aliases.get(fqn, fqn) for fqn in fqns})
     weights = (StoredTensor(fqn, *each) for fqn, each in zip(stored, manifest.describe_each(stored), strict=True))
-    found = {weight.fqn: name_of_scales(weight, "float32", all_fqns) for weight in weights}
-    return {fqn: manifest.aliases.get(name, name) for fqn, name in found.items() if name is not None}
+    found = {weight.fqn: names_beside(weight, "float32", all_fqns) for weight in weights}
+    return {fqn: [manifest.aliases.get(name, name) for name in names] for fqn, names in found.items() if names}
 
 
 def _wanted(
@@ -328,6 +332,8 @@ def _totals(
     """Returns what is left out: for each entry and reason, the number and the bytes of the tensors."""
     groups: dict[tuple[str, str], list[str]] = {}
     for fqn in sorted(fqns):
+        if manifest.describe(manifest.aliases.get(fqn, fqn))[0] == MXFP4:  # the tensors that it is made of count
+            continue
         groups.setdefault((entry_of(fqn), why(fqn)), []).append(fqn)
     return [LeftOut(name, len(each), _num_bytes(manifest, each), reason) for (name, reason), each in groups.items()]
 

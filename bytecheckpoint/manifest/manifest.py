@@ -21,14 +21,21 @@ from bytecheckpoint.manifest.validation import (
     shown,
 )
 
+Described = tuple[str, tuple[int, ...]]
+"""Dtype and global shape of a tensor."""
+
 
 class MapNotes(NamedTuple):
-    """Notes of a name map about a checkpoint that is seen through it. No manifest on a disk holds them."""
+    """Notes about a checkpoint that is seen with other tensors, as through a name map. No manifest on a disk holds
+    them.
+    """
 
     zeros_file: int | None = None
     """The number of a file that does not exist: chunks in it are zeros, as rows that pad a vocabulary."""
     left_out: Mapping[str, str] = {}
     """FQN of plain data that is not seen -> the reason."""
+    packed: Mapping[str, Described] = {}
+    """FQN of a tensor without chunks -> its dtype, MXFP4, and its shape: other tensors hold its elements."""
 
 
 class ManifestOutline(NamedTuple):
@@ -71,7 +78,7 @@ class Manifest:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """Versions, world size and time of the save. Loading never reads it."""
     map_notes: MapNotes = field(default_factory=MapNotes)
-    """Empty unless the checkpoint is seen through a name map."""
+    """Empty unless the checkpoint is seen with other tensors than it has."""
 
     @property
     def outline(self) -> ManifestOutline:
@@ -92,19 +99,20 @@ class Manifest:
             is_checked=True,  # this process made the records
         )
 
-    def describe(self, fqn: str) -> tuple[str, tuple[int, ...]]:
+    def describe(self, fqn: str) -> Described:
         """Returns the dtype and the global shape of a tensor without looking at its chunks. Raises KeyError unless
         `fqn` is in `tensors`: an alias is not.
         """
-        return self.table.describe(fqn)
+        return self.map_notes.packed.get(fqn) or self.table.describe(fqn)
 
-    def describe_all(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    def describe_all(self) -> Mapping[str, Described]:
         """Returns dtype and global shape of every tensor, by FQN."""
-        return self.table.describe_all()
+        packed = self.map_notes.packed
+        return {**self.table.describe_all(), **packed} if packed else self.table.describe_all()
 
-    def describe_each(self, fqns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
+    def describe_each(self, fqns: Sequence[str]) -> list[Described]:
         """Returns dtype and global shape of each of these tensors."""
-        return self.table.describe_each(fqns)
+        return list(map(self.describe, fqns)) if self.map_notes.packed else self.table.describe_each(fqns)
 
 
 def check_outline(outline: ManifestOutline) -> None:

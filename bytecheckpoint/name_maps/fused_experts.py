@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from bytecheckpoint.dtypes import SCALE_SUFFIXES
-from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.dtypes import MXFP4, MXFP4_NUMEL, MXFP4_SUFFIXES, SCALE_SUFFIXES, weight_block
+from bytecheckpoint.manifest import Manifest, tensor_record
 from bytecheckpoint.name_maps.operations import in_stack
 from bytecheckpoint.name_maps.rewrite_manifest import relink
 from bytecheckpoint.planner.copy_plan import CopySource, WantedTensor, same_part
@@ -61,8 +61,34 @@ def expert_names_of(model_type: str) -> str:
 
 
 def has_separate_experts(manifest: Manifest) -> bool:
-    """Returns True if a tensor has the name of a matrix of one expert. Cheap, unlike `with_fused_experts`."""
-    return any(map(_EXPERT.fullmatch, [name for name in manifest.tensors if "experts." in name]))
+    """Returns True if a tensor has the name of a matrix of one expert, or of packed numbers of all. Cheap, unlike
+    `with_fused_experts`.
+    """
+    return any(
+        name.endswith(MXFP4_SUFFIXES) or _EXPERT.fullmatch(name) for name in manifest.tensors if "expert" in name
+    )
+
+
+def packed_weights(described: _Described) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes in memory of weights that files hold in MXFP4, by name. The numbers have four dimensions in
+    files: matrices, columns, blocks of a column, bytes of a block. The scales have the first three.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    of_scales, of_numbers = MXFP4_SUFFIXES
+    for name, (dtype, shape) in described.items():
+        weight = name.removesuffix(of_numbers)
+        is_packed = dtype == "uint8" and len(shape) == 4 and 2 * shape[3] == MXFP4_NUMEL
+        if weight != name and is_packed and described.get(weight + of_scales) == (dtype, shape[:3]):
+            found[weight] = (shape[0], shape[2] * MXFP4_NUMEL, shape[1])
+    return {weight: shape for weight, shape in found.items() if weight not in described}
+
+
+def with_packed_weights(manifest: Manifest) -> Manifest:
+    """Returns the same checkpoint with each weight that files hold in MXFP4 as a tensor too, without chunks."""
+    packed = packed_weights(manifest.describe_all())
+    records = {name: tensor_record("uint8", shape, ()) for name, shape in packed.items()}
+    notes = manifest.map_notes._replace(packed={name: (MXFP4, shape) for name, shape in packed.items()})
+    return replace(manifest, tensors={**manifest.tensors, **records}, map_notes=notes) if packed else manifest
 
 
 def with_fused_experts(manifest: Manifest) -> Manifest | None:
@@ -71,10 +97,14 @@ def with_fused_experts(manifest: Manifest) -> Manifest | None:
     Experts that cannot be stacked stay single. Returns None if none can be, or if two tensors would get one name.
     Raises the errors of `relink`.
     """
+    packed = with_packed_weights(manifest)
+    if packed is not manifest:
+        return packed
     weights = [name for name in manifest.tensors if ".weight" in name and "experts." in name]
     described = dict(zip(weights, manifest.describe_each(weights), strict=True))
     aliased = set(manifest.aliases.values())
-    fused = [layer for layer in _layers(described) if aliased.isdisjoint(layer.sources)]
+    block = weight_block(manifest.metadata)
+    fused = [layer for layer in _layers(described, block) if aliased.isdisjoint(layer.sources)]
     if not fused:
         return None
     replaced = {name for layer in fused for name in layer.sources}
@@ -103,7 +133,7 @@ class _Layer(NamedTuple):
     """FQNs of the stored tensors that the stacks are made of."""
 
 
-def _layers(described: _Described) -> Iterator[_Layer]:
+def _layers(described: _Described, block: tuple[int, ...]) -> Iterator[_Layer]:
     """Yields the layers whose experts are numbered without gaps and are alike, and so are their scales, if any."""
     found: dict[str, dict[str, dict[str, dict[int, str]]]] = {}
     for name in described:
@@ -117,7 +147,7 @@ def _layers(described: _Described) -> Iterator[_Layer]:
         stacks = names and {suffix: _stacks(names, each, described) for suffix, each in by_suffix.items()}
         if names is None or not stacks or not all(stacks.values()):
             continue
-        if any(suffix and not _fit(each, weights, described, names) for suffix, each in by_suffix.items()):
+        if any(suffix and not _fit(each, weights, described, names, block) for suffix, each in by_suffix.items()):
             continue
         memory_prefix = _with_block(prefix, names.block, _MLP)
         wanted = [
@@ -129,15 +159,22 @@ def _layers(described: _Described) -> Iterator[_Layer]:
         yield _Layer(prefix, memory_prefix, wanted, sources)
 
 
-def _fit(scales: _Numbered, weights: _Numbered, described: _Described, names: ExpertNames) -> bool:
+def _fit(
+    scales: _Numbered, weights: _Numbered, described: _Described, names: ExpertNames, block: tuple[int, ...]
+) -> bool:
     """Returns True if each weight has scales, and each scale of the matrices that follow one another in a stack is for
-    whole blocks of rows, as many as a power of two: they are blocks of the stack then.
+    a whole block of rows, as many as `block` says or else a power of two: they are blocks of the stack then.
     """
     if scales.keys() != weights.keys() or any(scales[matrix].keys() != weights[matrix].keys() for matrix in weights):
         return False
     joined = [matrix for matrix in weights if matrix != names.down]
     num_rows = {(described[weights[each][0]][1][0], described[scales[each][0]][1][0]) for each in joined}
-    return all(rows % of_scales == 0 and (rows // of_scales).bit_count() == 1 for rows, of_scales in num_rows)
+
+    def are_whole(rows: int, of_scales: int) -> bool:
+        length = block[0] if block and of_scales == -(-rows // block[0]) else rows // of_scales
+        return rows == length * of_scales and (length in block[:1] or length.bit_count() == 1)
+
+    return all(are_whole(*each) for each in num_rows)
 
 
 def _stacks(names: ExpertNames, matrices: _Numbered, described: _Described) -> dict[str, list[list[str]]] | None:

@@ -4,7 +4,6 @@ manifest.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.adapters.plain.plain_data import decode_plain
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.formats.file_reader import FileReader, damaged, too_much
+from bytecheckpoint.formats.folder import read_config
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.manifest import Manifest, MapNotes
 from bytecheckpoint.manifest.plain_wire import join_fqn
@@ -22,12 +21,10 @@ from bytecheckpoint.name_maps.parameters import PlainValues
 from bytecheckpoint.name_maps.rewrite_manifest import relink
 from bytecheckpoint.name_maps.schema import MAX_CHARACTERS, MapFile, parse_map
 from bytecheckpoint.options import NameMap
-from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
 _FOLDER = Path(__file__).parent / "maps"
-_CONFIG, _CONFIG_NAME = "config.json", "config"
-_MAX_CONFIG_BYTES = 1 << 20
+_CONFIG_NAME = "config"
 
 
 class CheckpointFolder(NamedTuple):
@@ -85,7 +82,7 @@ def map_checkpoint(manifest: Manifest, folder: CheckpointFolder, wanted: NameMap
     """
     name_map, side = choose(str(wanted.name))
     request = MapRequest(side, dict(wanted.options), keep_unmapped=wanted.keep_unmapped)
-    plain = _plain_values(manifest, read_config(folder))
+    plain = _plain_values(manifest, read_config(*folder))
     return apply_map(name_map, MapInput(manifest.describe_all(), manifest.aliases, plain), request)
 
 
@@ -138,23 +135,3 @@ def _values(tree: Any, fqn: str) -> Iterator[tuple[str, object]]:
         return
     for key, item in items:
         yield from _values(item, join_fqn(fqn, key))
-
-
-def read_config(folder: CheckpointFolder) -> Mapping[str, Any]:
-    """Reads the `config.json` of Hugging Face in the folder of a checkpoint; {} if there is none, or it holds no
-    object.
-
-    Raises CheckpointCorruptError, UnsafeCheckpointError (limits_exceeded) and the errors of reading a file.
-    """
-    num_bytes = folder.store.list(folder.path).get(_CONFIG)
-    if num_bytes is None:
-        return {}
-    path = join_name(str(folder.store), folder.path, _CONFIG)
-    if num_bytes > _MAX_CONFIG_BYTES:
-        raise too_much(path, f"it has {num_bytes} bytes, at most {_MAX_CONFIG_BYTES} are read")
-    content = FileReader(folder.store, join_name(folder.path, _CONFIG), num_bytes).read(0, num_bytes)
-    try:
-        config = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, f"it is no JSON: {error}") from error
-    return config if isinstance(config, dict) else {}

@@ -4,6 +4,7 @@ products.
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.checkpoint_view import StoredTensor
 from bytecheckpoint.adapters.native import weight_scales
-from bytecheckpoint.adapters.native.weight_scales import ScaledShard, block_shape
+from bytecheckpoint.adapters.native.weight_scales import WeightScales, block_shape
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.conversion.assemble import Elements, Job
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone
@@ -187,6 +189,50 @@ def test_blocks_are_told_by_the_shapes(
     assert block_shape(shape, scales) == block
 
 
+def write_with_config(folder: Path, block: object) -> torch.Tensor:
+    """Writes a weight of 192 rows and 128 columns with two scales along each; returns its product if a scale is for 96
+    rows and 64 columns.
+    """
+    torch.manual_seed(6)
+    numbers, scales = torch.randn(192, 128).mul(50).to(FP8), torch.rand(2, 2) + 0.01
+    folder.mkdir()
+    save_file({"weight": numbers, "weight_scale_inv": scales}, folder / "model.safetensors")
+    quantization = {"quant_method": "fp8", "weight_block_size": block}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    return product_of(numbers, scales, (96, 64))
+
+
+@pytest.mark.parametrize("place", ["folder", "file", "fsspec", "converted"])
+def test_blocks_of_any_length_are_told_by_the_configuration_of_the_folder(
+    tmp_path: Path, call: Any, place: str
+) -> None:
+    expected = write_with_config(tmp_path / "fp8", [96, 64])
+    path = {"file": "fp8/model.safetensors", "converted": "out"}.get(place, "fp8")
+    if place == "converted":
+        assert call("convert", tmp_path / "fp8", tmp_path / "out", "--to", "bcp").code == 0
+    state = {"weight": torch.zeros(192, 128)}
+    bcp.load(f"{'file://' if place == 'fsspec' else ''}{tmp_path}/{path}", state, cast=True)
+    assert torch.equal(state["weight"], expected)
+    assert call("convert", tmp_path / path, tmp_path / "hf", "--to", "hf", "--dtype", "float32").code == 0
+    assert torch.equal(bcp.open(tmp_path / "hf").state_dict()["weight"], expected)
+
+
+@pytest.mark.parametrize("block", [None, [96], [128, 32], [96.0, 64], [0, 64], "96", [True, 64]], ids=str)
+def test_a_configuration_that_does_not_fit_the_scales_tells_no_blocks(tmp_path: Path, block: object) -> None:
+    expected = write_with_config(tmp_path / "fp8", block)
+    state = {"weight": torch.zeros(192, 128)}
+    bcp.load(tmp_path / "fp8", state, cast=True)
+    assert not torch.equal(state["weight"], expected)
+    assert torch.equal(state["weight"][:96], expected[:96])  # blocks of 128 rows by the shapes
+
+
+def test_a_configuration_that_cannot_be_read_is_no_reason_to_guess(tmp_path: Path) -> None:
+    write_with_config(tmp_path / "fp8", [96, 64])
+    (tmp_path / "fp8" / "config.json").write_text('{"quantization_config":')
+    with pytest.raises(bcp.CheckpointCorruptError, match=r"config\.json is damaged: it is no JSON"):
+        bcp.load(tmp_path / "fp8", {"weight": torch.zeros(192, 128)}, cast=True)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_region_of_any_blocks_is_the_product(data: st.DataObject) -> None:
@@ -200,8 +246,16 @@ def test_any_region_of_any_blocks_is_the_product(data: st.DataObject) -> None:
     inside = tuple(slice(first, first + length) for first, length in zip(offsets, parts, strict=True))
     target = numbers.bfloat16()[inside].clone()
     shard = LocalShard("w", "bfloat16", tuple(lengths), region, target)
+    saved = {"w": StoredTensor("w", "float8_e4m3fn", tuple(lengths))}
+    saved["w_scale"] = StoredTensor("w_scale", "float32", tuple(grid))
+    added = WeightScales(saved, {})
+    assert added.add(shard, "w") == (shard, "w")
+    for place in added.places.values():
+        place.tensor.copy_(
+            scales[tuple(slice(first, first + length) for first, length in zip(*place.region, strict=True))]
+        )
     with patch.object(weight_scales, "_MULTIPLIED_NUMEL", data.draw(st.sampled_from([1, 100, 1 << 21]))):
-        ScaledShard(shard, scales, tuple(blocks)).multiply()
+        added.multiply()
     assert torch.equal(target, product_of(numbers, scales, tuple(blocks)).bfloat16()[inside])
 
 
@@ -263,26 +317,26 @@ def test_a_conversion_refuses_a_product_that_would_become_infinite(tmp_path: Pat
 class Experts(nn.Module):
     """A layer of experts as transformers 5 has it in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.zeros(NUM_EXPERTS, 2 * INNER, HIDDEN))
-        self.down_proj = nn.Parameter(torch.zeros(NUM_EXPERTS, HIDDEN, INNER))
+        self.gate_up_proj = nn.Parameter(torch.zeros(NUM_EXPERTS, 2 * rows, HIDDEN))
+        self.down_proj = nn.Parameter(torch.zeros(NUM_EXPERTS, HIDDEN, rows))
 
 
-def experts_model() -> nn.Module:
+def experts_model(rows: int = INNER) -> nn.Module:
     model = nn.Module()
     model.mlp = nn.Module()
-    model.mlp.experts = Experts()
+    model.mlp.experts = Experts(rows)
     return model.bfloat16()
 
 
-def write_experts(folder: Path, rows: int = INNER, kind: str = "blocks") -> dict[str, torch.Tensor]:
+def write_experts(folder: Path, rows: int = INNER, kind: str = "blocks", block: int = 128) -> dict[str, torch.Tensor]:
     torch.manual_seed(4)
     files: dict[str, torch.Tensor] = {}
     products: dict[str, list[torch.Tensor]] = {"gate_proj": [], "up_proj": [], "down_proj": []}
     for number, (name, of_experts) in product(range(NUM_EXPERTS), products.items()):
         shape = (HIDDEN, rows) if name == "down_proj" else (rows, HIDDEN)
-        numbers, scales, weight = quantized(*shape)
+        numbers, scales, weight = quantized(*shape, block=block)
         if kind == "rows":
             scales = torch.rand(shape[0], 1) + 0.1
             weight = product_of(numbers, scales, (1, shape[1]))
@@ -306,8 +360,25 @@ def test_experts_in_files_fill_stacks_with_their_products(tmp_path: Path, kind: 
 def test_experts_whose_blocks_would_not_be_whole_in_a_stack_are_refused(tmp_path: Path) -> None:
     """Two blocks of 96 rows cannot be told from one of 128 and one of 64."""
     write_experts(tmp_path / "fp8", rows=96)
-    model = experts_model()
-    model.mlp.experts.gate_up_proj = nn.Parameter(torch.zeros(NUM_EXPERTS, 192, HIDDEN))
+    model = experts_model(96)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"gate_up_proj: not in the checkpoint"):
+        bcp.load(tmp_path / "fp8", {"model": model}, cast=True)
+
+
+@pytest.mark.parametrize(("block", "is_whole"), [(96, True), (128, False), (160, False)])
+def test_experts_whose_blocks_the_configuration_tells_fill_stacks_if_these_are_whole(
+    tmp_path: Path, block: int, *, is_whole: bool
+) -> None:
+    """Of 256 rows, blocks of 160 are two, as those of 128 would be."""
+    rows = 256 if block == 160 else 192
+    expected = write_experts(tmp_path / "fp8", rows=rows, block=block)
+    quantization = {"quantization_config": {"weight_block_size": [block, block]}}
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(quantization))
+    model = experts_model(rows)
+    if is_whole:
+        bcp.load(tmp_path / "fp8", {"model": model}, cast=True)
+        assert differing(model, expected) == []
+        return
     with pytest.raises(bcp.CheckpointMismatchError, match=r"gate_up_proj: not in the checkpoint"):
         bcp.load(tmp_path / "fp8", {"model": model}, cast=True)
 

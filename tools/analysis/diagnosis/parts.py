@@ -14,6 +14,7 @@ from bytecheckpoint.errors import and_more
 from bytecheckpoint.info import INTEGRATION, OWN_FORMAT
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import join_fqn
+from bytecheckpoint.name_maps.fused_experts import packed_weights
 
 from ..summary import ManifestSummary, TensorEntry
 from .entries import (
@@ -103,7 +104,8 @@ def _with_tensors(part: Part, tensors: Sequence[TensorEntry]) -> Part:
 def _have_scales(tensors: Sequence[TensorEntry]) -> bool:
     names = {tensor.fqn for tensor in tensors}
     quantized = (tensor.fqn for tensor in tensors if tensor.dtype in QUANTIZED_DTYPES)
-    return any(f"{fqn}{suffix}" in names for fqn in quantized for suffix in SCALE_SUFFIXES)
+    are_scaled = any(f"{fqn}{suffix}" in names for fqn in quantized for suffix in SCALE_SUFFIXES)
+    return are_scaled or bool(packed_weights({tensor.fqn: (tensor.dtype, tensor.shape) for tensor in tensors}))
 
 
 def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mapping[str, Any]) -> list[Part]:
