@@ -16,13 +16,13 @@ import click
 from click.shell_completion import CompletionItem
 
 from bytecheckpoint.errors import CheckpointSaveError
-from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint, manifest_of
+from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, Opening, find_checkpoint, manifest_of
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.loading.links import Files, files_of, opening_at
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.backends.posix_errors import describe
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.open_store import expand_home
+from bytecheckpoint.storage.open_store import expand_home, open_store
 from bytecheckpoint.storage.store import Store
 
 from .completion.param_types import steps_below
@@ -55,11 +55,18 @@ class AccessOptions(NamedTuple):
     step: AnyStep
     follow_links: bool
 
+    def open_root(self, root: str) -> Store:
+        """Opens the store at a root."""
+        return open_store(root, storage_options=self.storage_options, writer_threads=1)
+
+    def find(self, path: str) -> FoundCheckpoint:
+        """Finds a checkpoint of any format. Raises like `find_checkpoint`, which says what is there instead."""
+        opening = opening_at(path, Opening(self.storage_options), follow_links=self.follow_links)
+        return find_checkpoint(path, self.step, opening)
+
     def open_manifest(self, path: str) -> Opened:
         """Opens a checkpoint and reads its manifest. Raises the errors of `bcp.open`."""
-        found = find_checkpoint(
-            path, self.step, opening_at(path, Opening(self.storage_options), follow_links=self.follow_links)
-        )
+        found = self.find(path)
         return Opened(found.store, found.folder, manifest_of(found), found.path)
 
     def find_files(self, opened: Opened) -> Opened:

@@ -25,7 +25,6 @@ from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.manager.step_records import StoredStep
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.inventory import clock_of
-from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -120,7 +119,7 @@ def keep(
     no save of this library has written.
     """
     policy = _policy(latest, every, best, within)
-    store = open_store(root, storage_options=access.storage_options, writer_threads=1)
+    store = access.open_root(root)
     stored, unreadable = _steps(store, best)
     now = (clock_of(store) if is_real else None) or time.time()
     rows, incomplete = _decide(store, policy, stored, now=now)

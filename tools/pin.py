@@ -20,7 +20,7 @@ from bytecheckpoint.manager import abandoned_steps, retention, step_records
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage import deletion, garbage, layout
 from bytecheckpoint.storage.inventory import clock_of
-from bytecheckpoint.storage.open_store import expand_home, is_plain_path, open_store
+from bytecheckpoint.storage.open_store import expand_home, is_plain_path
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -181,16 +181,12 @@ def _find(path: str, access: AccessOptions) -> CheckpointPlace:
     path = expand_home(path)
     if is_plain_path(path):
         path = os.path.realpath(path)  # a link `latest` to the folder of a step means that step
-    store = _open(path, access)
+    store = access.open_root(path)
     folder = layout.find_checkpoint(store, access.step, location=str(store))
     parent, name = split_path(path)
     if not folder and layout.parse_step(name) is not None:
-        store, folder = _open(parent, access), name
+        store, folder = access.open_root(parent), name
     return CheckpointPlace(store, folder)
-
-
-def _open(path: str, access: AccessOptions) -> Store:
-    return open_store(path, storage_options=access.storage_options, writer_threads=1)
 
 
 def _is_newest(store: Store, step: int) -> bool:

@@ -8,8 +8,6 @@ from contextlib import suppress
 import click
 
 from bytecheckpoint.errors import CheckpointNotFoundError
-from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint
-from bytecheckpoint.storage.open_store import open_store
 
 from .. import exit_codes
 from ..analysis.checkpoint_list import list_checkpoints, read_sole
@@ -72,12 +70,12 @@ def du(*, path: str, limit: int, access: AccessOptions, as_json: bool) -> int:
     checkpoint stores; they are counted there. tied: what further names of tied tensors would take. Only manifests are
     read, and folders listed. Exit code 1 if a checkpoint is damaged.
     """
-    store = open_store(path, storage_options=access.storage_options, writer_threads=1)
+    store = access.open_root(path)
     spaces: list[CheckpointSpace] = []
     with suppress(CheckpointNotFoundError):  # a file may be a checkpoint too
         spaces = spaces_of(store, list_checkpoints(store).checkpoints)
     if not spaces:
-        found = find_checkpoint(path, "latest", Opening(access.storage_options))  # or raises with what is there instead
+        found = access.find(path)  # or raises with what is there instead
         spaces = [space_of(found, read_sole(found), found.store.list)]
     spaces.sort(key=lambda space: -space.stored_num_bytes)
     entries = sum_entries(spaces)
