@@ -154,12 +154,7 @@ def _delete_damaged(place: CheckpointPlace, problem: str, *, force: bool, as_jso
 @with_output_options
 def pin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
     """Pin CHECKPOINT: no policy, no `bcp keep` and no `bcp rm` without --force deletes it until it is unpinned."""
-    place = _find(checkpoint, access)
-    manifest = place.read_manifest()
-    was_pinned = step_records.is_pinned(place.store, place.folder)
-    if not was_pinned:
-        step_records.pin(place.store, place.folder, time=clock_of(place.store) or time.time())
-    return _print_outcome(place, manifest, is_pinned=True, was_pinned=was_pinned, as_json=as_json)
+    return _set_pin(checkpoint, access, is_pinned=True, as_json=as_json)
 
 
 @click.command(epilog=_UNPIN_EXAMPLE)
@@ -168,12 +163,24 @@ def pin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
 @with_output_options
 def unpin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
     """Take the pin of CHECKPOINT away. One that is not pinned stays as it is."""
+    return _set_pin(checkpoint, access, is_pinned=False, as_json=as_json)
+
+
+def _set_pin(checkpoint: str, access: AccessOptions, *, is_pinned: bool, as_json: bool) -> int:
     place = _find(checkpoint, access)
     manifest = place.read_manifest()
     was_pinned = step_records.is_pinned(place.store, place.folder)
-    if was_pinned:
+    if is_pinned and not was_pinned:
+        step_records.pin(place.store, place.folder, time=clock_of(place.store) or time.time())
+    elif was_pinned and not is_pinned:
         step_records.unpin(place.store, place.folder)
-    return _print_outcome(place, manifest, is_pinned=False, was_pinned=was_pinned, as_json=as_json)
+    if as_json:
+        print_json({**_as_json(place, manifest), "pinned": is_pinned, "was_pinned": was_pinned})
+    else:
+        did = "pinned" if is_pinned else "unpinned"
+        same = "is pinned already" if is_pinned else "is not pinned"
+        Screen().line(f"{place.path} {same}" if is_pinned == was_pinned else f"{did} {place.path}")
+    return exit_codes.FINE
 
 
 def _find(path: str, access: AccessOptions) -> CheckpointPlace:
@@ -219,15 +226,3 @@ def _refused(place: CheckpointPlace, why: str, advice: str) -> CheckpointMismatc
 
 def _as_json(place: CheckpointPlace, manifest: Manifest) -> dict[str, object]:
     return {"path": place.path, "step": place.step, "save_id": manifest.save_id}
-
-
-def _print_outcome(
-    place: CheckpointPlace, manifest: Manifest, *, is_pinned: bool, was_pinned: bool, as_json: bool
-) -> int:
-    if as_json:
-        print_json({**_as_json(place, manifest), "pinned": is_pinned, "was_pinned": was_pinned})
-    else:
-        did = "pinned" if is_pinned else "unpinned"
-        same = "is pinned already" if is_pinned else "is not pinned"
-        Screen().line(f"{place.path} {same}" if is_pinned == was_pinned else f"{did} {place.path}")
-    return exit_codes.FINE
