@@ -193,9 +193,9 @@ class BcpStorageWriter(StorageWriter):
         with alone_group(is_alone=self._uses_collectives and num_ranks == 1) as own_group:
             handle = begin_save(
                 state,
-                self.path,
+                LoadTarget(os.fspath(self.path), None, self.storage_options),
+                planner=planner,
                 process_group=own_group or group,
-                storage_options=self.storage_options,
                 options=self.options,
                 on_conflict="per_rank",
                 is_async=False,
@@ -220,31 +220,34 @@ class BcpStorageWriter(StorageWriter):
 
 def begin_save(
     state: Mapping[str, Any],
-    path: PathLike,
+    place: LoadTarget,
     *,
+    planner: SavePlanner | None,
     process_group: dist.ProcessGroup | None,
-    storage_options: Mapping[str, Any] | None,
     options: SaveOptions,
     on_conflict: OnConflict,
     is_async: bool,
 ) -> SaveHandle:
     """Saves a state whose Stateful values were replaced by their state_dict(). Values that differ between ranks are
     saved for each rank, or refused, as `on_conflict` says.
+
+    Raises CheckpointMismatchError (conflict) for a planner other than None or a DefaultSavePlanner.
     """
+    if planner is not None:
+        refuse_other(DefaultSavePlanner, planner, SAVE_PLANNER_ADVICE)
+    if on_conflict not in {"per_rank", "error"}:
+        raise ValueError(f"on_conflict takes 'per_rank' or 'error', not {on_conflict!r}")
+    timeout_s = options.timeout_s
     kept = mark_differing(
-        state,
-        path=str(path),
-        process_group=process_group,
-        timeout_s=options.timeout_s,
-        on_conflict=on_conflict,
+        state, path=place.root, process_group=process_group, timeout_s=timeout_s, on_conflict=on_conflict
     )
     return api.save(
-        path,
+        place.root,
         kept,
         async_save=is_async,
         process_group=process_group,
         metadata=marked("dcp"),
-        storage_options=storage_options,
+        storage_options=place.storage_options,
         options=options,
     )
 
