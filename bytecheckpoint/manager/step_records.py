@@ -20,6 +20,7 @@ import msgspec
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointExistsError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     StorageError,
     UnsafeCheckpointError,
@@ -80,18 +81,22 @@ class StoredStep(NamedTuple):
 def check_metrics(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
     """Returns the metrics as plain floats; scalars of numpy and torch are accepted.
 
-    Raises ValueError, which names the metric, for a value that is no number, or a name that is no text or is empty.
+    Raises CheckpointMismatchError (conflict), which is a ValueError, for what is no mapping; and one that names the
+    metric for a value that is no number, or a name that is no text or is empty.
     """
-    checked = {}
-    for name, value in (metrics or {}).items():
+    given, checked = metrics or {}, {}
+    if not hasattr(given, "items"):
+        raise CheckpointMismatchError(f"metrics are a mapping, not {given!r:.100}", kind="conflict")
+    for name, value in given.items():
         try:
             if not isinstance(name, str) or not name or isinstance(value, str | bytes):
                 raise TypeError
             checked[name] = float(value.detach() if hasattr(value, "detach") else value)  # float() of a loss warns
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch raises RuntimeError
-            raise ValueError(
+            raise CheckpointMismatchError(
                 f"metrics are numbers by name, such as {{'val_loss': 0.25}}, not {name!r}: {value!r:.100}; nothing was "
-                "saved"
+                "saved",
+                kind="conflict",
             ) from error
     return checked
 
@@ -113,16 +118,18 @@ def write_record(store: Store, folder: str, info: StepInfo) -> None:
         store.delete(name)
 
 
-def report(store: Store, folder: str, metrics: Metrics, *, time: float) -> None:
-    """Adds metrics to a committed checkpoint. The newest report of a metric counts.
+def report(store: Store, folder: str, metrics: Metrics, *, time: float) -> dict[str, float]:
+    """Adds metrics to a committed checkpoint, and returns them as plain floats. The newest report of a metric counts.
 
-    Raises CheckpointNotFoundError (not_committed), and ValueError as `check_metrics` does.
+    Raises CheckpointNotFoundError (not_committed), and what `check_metrics` raises.
     """
+    checked = check_metrics(metrics)
     save_id = _check_committed(store, folder)
-    record = SaveRecord(save_id=save_id, time=time, metrics=_as_json(check_metrics(metrics)))
+    record = SaveRecord(save_id=save_id, time=time, metrics=_as_json(checked))
     name = join_name(folder, METRICS_FOLDER, f"{save_id}-{secrets.token_hex(4)}.json")
     _write(store, name, record)
     _withdraw_if_deleted(store, folder, name)
+    return checked
 
 
 def pin(store: Store, folder: str, *, time: float) -> None:
