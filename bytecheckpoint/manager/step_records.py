@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -50,6 +50,7 @@ _NOT_IN_JSON = {"nan", "inf", "-inf"}
 
 T = TypeVar("T")
 Metrics = Mapping[str, float]
+Choose = Callable[[Sequence[StepInfo]], Sequence[bool]]
 
 
 class SaveRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,11 +196,10 @@ def leased_until(store: Store, folder: str) -> float:
 
 
 def is_pinned(store: Store, folder: str) -> bool:
-    """Returns True if the checkpoint is pinned."""
     return PIN_NAME in store.list(folder)
 
 
-def find_checkpoint(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> CheckpointInfo | None:
+def find_checkpoint(store: Store, choose: Choose) -> CheckpointInfo | None:
     """Returns the checkpoint of the first step, in the order of `list_steps`, for which `choose` returns True; None if
     there is none. One that is deleted or replaced meanwhile is no candidate any more. Raises StorageError (unavailable)
     if that happens `_ATTEMPTS` times in a row.
@@ -222,7 +222,7 @@ def find_checkpoint(store: Store, choose: Callable[[Sequence[StepInfo]], Sequenc
     )
 
 
-def _find_step(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> StepInfo | None:
+def _find_step(store: Store, choose: Choose) -> StepInfo | None:
     """Returns the first chosen step. If its checkpoint was replaced after its record was written, calls `choose` again
     with steps that are read from all manifests.
     """
@@ -232,9 +232,7 @@ def _find_step(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[boo
     return found
 
 
-def _first_chosen(
-    steps: Sequence[StoredStep], choose: Callable[[Sequence[StepInfo]], Sequence[bool]]
-) -> StepInfo | None:
+def _first_chosen(steps: Sequence[StoredStep], choose: Choose) -> StepInfo | None:
     infos = [step.info for step in steps]
     return next((info for info, is_chosen in zip(infos, choose(infos), strict=True) if is_chosen), None)
 
@@ -260,11 +258,10 @@ def list_steps(
     def read(step: int) -> StoredStep | None:
         return read_step(store, step, abandoned.get(step), reads_manifest=reads_manifests, on_damaged=on_damaged)
 
-    found = map_jobs(read, layout.steps_of_root(store), num_threads=_IN_FLIGHT)
-    return ordered([step for step in found if step])
+    return ordered(filter(None, map_jobs(read, layout.steps_of_root(store), num_threads=_IN_FLIGHT)))
 
 
-def ordered(steps: Collection[StoredStep]) -> list[StoredStep]:
+def ordered(steps: Iterable[StoredStep]) -> list[StoredStep]:
     """Returns the steps in the order for policies: oldest first, abandoned ones before all others."""
     return sorted(steps, key=lambda step: (not step.is_abandoned, step.info.step))
 
@@ -297,12 +294,11 @@ def read_step(
     except CheckpointError as error:
         on_damaged(step, error)
         return None
-    metrics = _merge_metrics(found, reports)
     basis = record or found
     info = StepInfo(
         step,
         basis.time,
-        metrics,
+        _merge_metrics(found, reports),
         basis.seconds,
         pinned=PIN_NAME in listing,
         committed=True,
@@ -345,10 +341,9 @@ def _is_of_save(record: SaveRecord) -> bool:
 
 def _record_of(info: CheckpointInfo) -> SaveRecord:
     """Makes the record of a checkpoint from its manifest."""
-    given = info.metadata.get("metrics")
     metrics: dict[str, float] = {}
     with suppress(ValueError):  # metadata of a program without a manager may hold anything
-        metrics = check_metrics(given if isinstance(given, Mapping) else {})
+        metrics = check_metrics(info.metadata.get("metrics"))
     time = info.created_at.timestamp() if info.created_at else 0.0
     return SaveRecord(save_id=info.save_id, time=time, num_bytes=info.num_bytes, metrics=_as_json(metrics))
 
