@@ -65,7 +65,6 @@ class CheckpointPlace(NamedTuple):
         return join_name(str(self.store), self.folder)
 
     def read_manifest(self) -> Manifest:
-        """Raises like `layout.read_manifest`."""
         return layout.read_manifest(self.store, self.folder)
 
 

@@ -44,15 +44,12 @@ class CursorLoader:
         self._check = check
 
     def stream_ids(self) -> Sequence[str]:
-        """Returns an empty list: a position has no streams."""
         return []
 
     def stream_state(self, stream_id: str) -> Any:
-        """Raises KeyError: there are no streams."""
         raise KeyError(stream_id)
 
     def shared_state(self) -> Any:
-        """Returns the position."""
         return self._read()
 
     def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:

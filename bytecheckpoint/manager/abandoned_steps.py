@@ -148,7 +148,6 @@ def branch_of_copies(source: Branch, known: Branch, copies: Mapping[int, str], *
 
 
 def write_branch(store: Store, branch: Branch) -> None:
-    """Writes the branch in place of the one that was written before."""
     store.write(BRANCH_NAME, one_block(msgspec.json.encode(branch)), replace=True)
 
 

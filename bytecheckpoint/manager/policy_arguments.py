@@ -44,7 +44,6 @@ def check_parts(parts: Iterable[object]) -> None:
 
 
 def wrong_argument(policy: object, field: str, value: object, takes: str) -> ValueError:
-    """Makes the error for an argument that a policy does not take."""
     return ValueError(f"{type(policy).__name__}: {field} must be {takes}, not {value!r}")
 
 

@@ -135,7 +135,6 @@ class _SamplingNoted:
         return RandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples, generator)
 
     def close(self) -> None:
-        """Puts the sampler back."""
         if self._batches is not None:
             self._batches.sampler = self._sampler
             self._batches = None

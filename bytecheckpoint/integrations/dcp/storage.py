@@ -154,7 +154,6 @@ class BcpStorageWriter(StorageWriter):
         self._uses_collectives = True
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
-        """Takes the path of the next checkpoint, if one is given."""
         self.path = self.path if checkpoint_id is None else checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - torch's signature
@@ -210,11 +209,9 @@ class BcpStorageWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """Returns True for any path or URL."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def storage_meta(self) -> StorageMeta | None:
-        """Returns the path, for the metadata that dcp.save returns."""
         return StorageMeta(checkpoint_id=self.path)
 
 
@@ -279,7 +276,6 @@ class BcpStorageReader(StorageReader):
         self._found: FlatCheckpoint | None = None
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
-        """Takes the path of the next checkpoint, if one is given."""
         self.path = self.path if checkpoint_id is None else checkpoint_id
         self._source = self._found = None
 
@@ -298,11 +294,9 @@ class BcpStorageReader(StorageReader):
         """Does nothing: `read_metadata` has opened the checkpoint."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Returns the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Returns the plans as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -325,7 +319,6 @@ class BcpStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """Returns True for any path or URL."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
 

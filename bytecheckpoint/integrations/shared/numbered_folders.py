@@ -59,7 +59,6 @@ class FolderRecord(msgspec.Struct, frozen=True, kw_only=True):
     model_only: bool = False
 
     def as_metadata(self) -> dict[str, Any]:
-        """Returns the record as metadata for its checkpoint."""
         return {_RECORD: msgspec.to_builtins(self)}
 
 
@@ -126,7 +125,6 @@ class NumberedFolders:
         self._pid = os.getpid()
 
     def path_of(self, number: int) -> str:
-        """Returns the path or URL of a checkpoint."""
         return join_name(self.root, f"{self._prefix}{number:0{self._width}}", self._below)
 
     def numbers(self) -> list[int]:

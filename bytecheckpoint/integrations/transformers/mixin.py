@@ -167,7 +167,6 @@ class BcpTrainerMixin(Trainer):
         return found
 
     def _bcp_decide_together(self, doing: str, find: Callable[[], Resume]) -> Resume:
-        """Returns on all ranks what rank 0 finds."""
         decisions = Decisions(None, self.args.output_dir, timeout_s=self.bcp_options.timeout_s)
         return decisions.decide_together(doing, find, Resume)
 

@@ -232,7 +232,6 @@ def tracked_step(tracker: Path) -> int | None:
 
 
 def metadata_of(local_path: str) -> Mapping[str, Any]:
-    """Returns the metadata of a committed checkpoint."""
     with api.open(local_path, step=None) as checkpoint:
         return checkpoint.metadata
 

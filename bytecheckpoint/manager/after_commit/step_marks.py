@@ -84,7 +84,6 @@ class StepMarks(NamedTuple):
 
 
 def refuse_read_only(root: str) -> None:
-    """Raises the StorageError of a manager that only reads."""
     raise StorageError(
         f"the manager of {root} is read-only; nothing was written: create it without "
         "ManagerOptions(read_only=True); it then takes over the root",
