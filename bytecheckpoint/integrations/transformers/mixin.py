@@ -36,8 +36,7 @@ try:
     from transformers import Trainer
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
-    from bytecheckpoint.integrations.transformers.beside_files import beside_files
-    from bytecheckpoint.integrations.transformers.saves import Limit, TrainerSaves
+    from bytecheckpoint.integrations.transformers.saves import Limit, TrainerSaves, beside_files
     from bytecheckpoint.integrations.transformers.train_loader import PassOrder, RestOfPass, train_loader_state
 except ImportError as error:
     raise missing_framework("transformers", "transformers[torch] >= 5.23") from error
