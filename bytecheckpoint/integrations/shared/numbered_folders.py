@@ -25,10 +25,9 @@ from bytecheckpoint.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.integrations.shared.save_outcome import has_failed
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.retention import JOURNAL_FOLDER, delete_one, finish_deletions
-from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.saving.handle import SaveHandle, has_failed
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.deletion import LEASES_FOLDER, METRICS_FOLDER
@@ -149,10 +148,7 @@ class NumberedFolders:
 
         With `to_load`, raises the error of the damaged checkpoint with the highest number if all are damaged.
         """
-        found = []
-        for number in self.numbers():
-            folder = self.find(number)
-            found += [] if folder is None else [folder]
+        found = [folder for folder in map(self.find, self.numbers()) if folder is not None]
         if to_load and not found and self.damaged:
             raise self.damaged[max(self.damaged)]
         return sorted(

@@ -20,7 +20,6 @@ from bytecheckpoint import api
 from bytecheckpoint.integrations.shared.agreed_folders import on_rank_0
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders
-from bytecheckpoint.integrations.shared.save_outcome import has_failed
 from bytecheckpoint.integrations.shared.text_file import write_text
 from bytecheckpoint.integrations.transformers.folders import (
     CONFIG,
@@ -32,7 +31,7 @@ from bytecheckpoint.integrations.transformers.folders import (
 )
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import SaveOptions
-from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.saving.handle import SaveHandle, has_failed
 
 logger = logging.getLogger("bytecheckpoint")
 
