@@ -26,7 +26,7 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
-from bytecheckpoint.manager.abandoned_steps import MAX_RECORD_BYTES, Branch, read_abandoned, unwritten_branch
+from bytecheckpoint.manager.abandoned_steps import MAX_RECORD_BYTES, Branch, read_branch, unwritten_branch
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import layout
@@ -253,7 +253,7 @@ def list_steps(
     Without `reads_manifests`, the record of a step is read in place of its manifest: damage is not seen then, nor that
     a program without a manager has replaced the checkpoint.
     """
-    abandoned = read_abandoned(store)
+    abandoned = read_branch(store).abandoned
 
     def read(step: int) -> StoredStep | None:
         return read_step(store, step, abandoned.get(step), reads_manifest=reads_manifests, on_damaged=on_damaged)
