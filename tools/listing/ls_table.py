@@ -24,10 +24,6 @@ class ListColumn(NamedTuple):
     """Returns None for a checkpoint that has no such value: it stands last in any order."""
 
 
-def _number(value: int | None) -> str:
-    return "-" if value is None else count_text(value)
-
-
 _BEFORE_METRICS = {
     "step": ListColumn(
         Column("step", is_right=True, style="bold cyan"),
@@ -51,12 +47,12 @@ _BEFORE_METRICS = {
     ),
     "tensors": ListColumn(
         Column("tensors", is_right=True, drop=2),
-        lambda item, _: _number(item.num_tensors),
+        lambda item, _: count_text(item.num_tensors),
         lambda item: item.num_tensors,
     ),
     "ranks": ListColumn(
         Column("ranks", is_right=True, drop=3),
-        lambda item, _: _number(item.world_size),
+        lambda item, _: count_text(item.world_size),
         lambda item: item.world_size,
     ),
 }

@@ -44,14 +44,10 @@ def print_data_differences(screen: Screen, differences: Sequence[DataDifference]
         screen.line(f"  {found.fqn}: {text}{only_text}")
 
 
-def _number(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
-
-
 def _range(values: tuple[int, int] | None) -> str:
     if values is None:
         return "-"
-    return _number(values[0]) if values[0] == values[1] else f"{values[0]:,} to {values[1]:,}"
+    return count_text(values[0]) if values[0] == values[1] else f"{values[0]:,} to {values[1]:,}"
 
 
 _SOURCE_TABLE = TableShape(
@@ -67,7 +63,7 @@ _SOURCE_TABLE = TableShape(
         f"{total.num_streams:,}",
         _range(total.epochs),
         _range(total.positions),
-        _number(total.samples),
+        count_text(total.samples),
     ],
 )
 _STREAM_TABLE = TableShape(
@@ -82,9 +78,9 @@ _STREAM_TABLE = TableShape(
     lambda row: [
         row.id,
         row.source or "-",
-        _number(row.owner),
-        _number(row.epoch),
-        _number(row.position),
-        _number(row.samples),
+        count_text(row.owner),
+        count_text(row.epoch),
+        count_text(row.position),
+        count_text(row.samples),
     ],
 )
