@@ -24,7 +24,7 @@ from .arguments import AccessOptions, Age, at_home_folder, with_output_options
 from .completion.param_types import StoredPath
 from .listing.memory import MEMORY_ROOT
 from .render.number_format import age_text, count_text, size_text, utc_of
-from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
+from .render.terminal import LAST_DROP, NAME_STYLE, Column, Screen, TableShape, print_json, without
 
 _EXAMPLE = """\b
 Example:
@@ -290,7 +290,7 @@ def _print(store: Store, rows: Sequence[GarbageRow], found: Garbage, failures: S
 def _table(root: str) -> TableShape:
     now = datetime.now(UTC)
     columns = [
-        Column("save id", style="bold cyan", is_whole=True),
+        Column("save id", style=NAME_STYLE, is_whole=True),
         Column("size", is_right=True),
         Column("files", is_right=True, drop=2),
         Column("uploads", is_right=True, drop=1),

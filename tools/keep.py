@@ -33,7 +33,7 @@ from .arguments import AccessOptions, Age, with_output_options
 from .completion.param_types import StoredPath
 from .render.metric_columns import MetricColumns
 from .render.number_format import age_text, count_text, size_text, time_text, utc_of
-from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
+from .render.terminal import LAST_DROP, NAME_STYLE, Column, Screen, TableShape, print_json, without
 
 _BEST = re.compile(r"(?P<metric>[^:]+|.+(?=:(?:min|max)(?::\d+)?\Z))(?::(?P<mode>min|max)(?::(?P<n>\d{1,9}))?)?")
 _EXAMPLE = """\b
@@ -319,7 +319,7 @@ def _print(
 def _table(metrics: MetricColumns, *, is_real: bool) -> TableShape:
     now = datetime.now(UTC)
     columns = [
-        Column("step", is_right=True, style="bold cyan"),
+        Column("step", is_right=True, style=NAME_STYLE),
         Column("saved", is_whole=True, drop=1),
         Column("age", is_whole=True, drop=2),
         Column("size", is_right=True, drop=LAST_DROP),

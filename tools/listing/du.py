@@ -14,11 +14,10 @@ from ..analysis.checkpoint_list import list_checkpoints, read_sole
 from ..arguments import AccessOptions, with_limit_option, with_output_options
 from ..completion.param_types import StoredPath
 from ..render.number_format import count_text, size_text
-from ..render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
+from ..render.terminal import LAST_DROP, NAME_STYLE, Column, Screen, TableShape, print_json, without
 from .space import CheckpointSpace, EntrySpace, space_of, spaces_of, sum_entries
 
 _DEFAULT_ROWS = 40
-_NAME = "bold cyan"
 _EXAMPLE = """\b
 Example:
   bcp du s3://bucket/run
@@ -32,7 +31,7 @@ def _size_or_dash(num_bytes: int) -> str:
 
 _CHECKPOINTS = TableShape(
     [
-        Column("checkpoint", style=_NAME),
+        Column("checkpoint", style=NAME_STYLE),
         Column("data", is_right=True, drop=1),
         Column("other", is_right=True, drop=2),
         Column("shared", is_right=True, drop=LAST_DROP),
@@ -48,7 +47,7 @@ _CHECKPOINTS = TableShape(
 )
 _ENTRIES = TableShape(
     [
-        Column("entry", style=_NAME),
+        Column("entry", style=NAME_STYLE),
         Column("size", is_right=True),
         Column("share", is_right=True, drop=1),
         Column("tied", is_right=True, drop=2),

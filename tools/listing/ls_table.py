@@ -12,7 +12,7 @@ from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from ..analysis.checkpoint_list import ListedCheckpoint
 from ..render.metric_columns import MetricColumns, metric_text
 from ..render.number_format import age_text, count_text, size_text, time_text
-from ..render.terminal import LAST_DROP, Column, Screen
+from ..render.terminal import LAST_DROP, NAME_STYLE, Column, Screen
 
 
 class ListColumn(NamedTuple):
@@ -26,7 +26,7 @@ class ListColumn(NamedTuple):
 
 _BEFORE_METRICS = {
     "step": ListColumn(
-        Column("step", is_right=True, style="bold cyan"),
+        Column("step", is_right=True, style=NAME_STYLE),
         lambda item, _: "-" if item.step is None else str(item.step),
         lambda item: item.step,
     ),

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from ..analysis.data_streams import DataDifference, DataRecord
 from .number_format import count_text
-from .terminal import LAST_DROP, Column, Screen, TableShape
-
-_NAME = "bold cyan"
+from .terminal import LAST_DROP, NAME_STYLE, Column, Screen, TableShape
 
 
 def print_data(screen: Screen, records: Sequence[DataRecord], *, limit: int) -> None:
@@ -52,7 +50,7 @@ def _range(values: tuple[int, int] | None) -> str:
 
 _SOURCE_TABLE = TableShape(
     [
-        Column("source", style=_NAME),
+        Column("source", style=NAME_STYLE),
         Column("streams", is_right=True, drop=1),
         Column("epoch", is_right=True, drop=2),
         Column("position", is_right=True, drop=LAST_DROP),
@@ -68,7 +66,7 @@ _SOURCE_TABLE = TableShape(
 )
 _STREAM_TABLE = TableShape(
     [
-        Column("stream", style=_NAME),
+        Column("stream", style=NAME_STYLE),
         Column("source", drop=2),
         Column("rank", is_right=True, drop=1),
         Column("epoch", is_right=True, drop=3),
