@@ -20,6 +20,7 @@ from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, Opening, fin
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.loading.links import Files, files_of, opening_at
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.storage.backends.posix_errors import describe
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.open_store import expand_home, open_store
@@ -46,6 +47,10 @@ class Opened(NamedTuple):
     @property
     def info(self) -> CheckpointInfo:
         return describe_checkpoint(self.manifest, path=self.path)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what identifies it."""
+        return {"path": self.path, "step": self.manifest.step, "save_id": self.manifest.save_id}
 
 
 class AccessOptions(NamedTuple):
@@ -192,7 +197,9 @@ def with_link_option(command: _Command) -> _Command:
     )(command)
 
 
-def with_limit_option(num_rows: int, about: str) -> Callable[[_Command], _Command]:
+def with_limit_option(
+    num_rows: int = 40, about: str = "Print at most this many rows of a table; 0 for all."
+) -> Callable[[_Command], _Command]:
     """Adds `--limit`, for commands that print long tables: `num_rows` by default, and `about` begins its help."""
     return click.option(
         "--limit",
@@ -201,6 +208,18 @@ def with_limit_option(num_rows: int, about: str) -> Callable[[_Command], _Comman
         show_default=True,
         metavar="ROWS",
         help=f"{about} --json always has all.",
+    )
+
+
+def with_threads_option(about: str) -> Callable[[_Command], _Command]:
+    """Adds `--threads`, for commands that read data files; `about` is its help."""
+    return click.option(
+        "--threads",
+        type=click.IntRange(1, 1024),
+        default=LoadOptions().reader_threads,
+        show_default=True,
+        metavar="N",
+        help=about,
     )
 
 

@@ -41,7 +41,6 @@ from .render.terminal import Screen, byte_progress, print_json, without
 if TYPE_CHECKING:
     from .analysis.tensor_stats import Histogram, TensorStats
 
-_DEFAULT_ROWS = 40
 _NUM_HISTOGRAMS = 12
 
 _EXAMPLE = """\b
@@ -105,7 +104,7 @@ Example:
     is_flag=True,
     help="With --html: read the tensors of --tensor, or the largest 12, twice, and draw how their values spread.",
 )
-@with_limit_option(_DEFAULT_ROWS, "Print at most this many rows of a table; 0 for all.")
+@with_limit_option()
 @with_link_option
 @with_output_options
 @gc_paused()  # the names of 20,000 tensors are many objects, and none of them is freed before the end

@@ -17,7 +17,6 @@ from ..render.number_format import count_text, size_text
 from ..render.terminal import LAST_DROP, NAME_STYLE, Column, Screen, TableShape, print_json, without
 from .space import CheckpointSpace, EntrySpace, space_of, spaces_of, sum_entries
 
-_DEFAULT_ROWS = 40
 _EXAMPLE = """\b
 Example:
   bcp du s3://bucket/run
@@ -58,7 +57,7 @@ _ENTRIES = TableShape(
 
 @click.command(epilog=_EXAMPLE)
 @click.argument("path", type=StoredPath())
-@with_limit_option(_DEFAULT_ROWS, "Print at most this many rows of a table; 0 for all.")
+@with_limit_option()
 @with_output_options
 def du(*, path: str, limit: int, access: AccessOptions, as_json: bool) -> int:
     """Add up the bytes of the checkpoints under PATH, or of the one that PATH is: by checkpoint, by top-level entry of
