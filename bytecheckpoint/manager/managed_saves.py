@@ -193,7 +193,6 @@ class ManagedSaves:
                     step=step,
                     async_save=self._options.async_save and not is_stopping,
                     process_group=self._run.group,
-                    role=None,
                     make_metadata=partial(self._make_metadata, step, metadata, metrics, checked),
                     storage_options=self._run.storage_options,
                     options=options,

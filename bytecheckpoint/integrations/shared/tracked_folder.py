@@ -74,7 +74,6 @@ class TrackedFolder(NamedTuple):
             step=None,
             async_save=async_save,
             process_group=None,
-            role=None,
             metadata=metadata,
             storage_options=self.storage_options,
             options=replace(options, overwrite=True),
