@@ -24,7 +24,6 @@ from bytecheckpoint.manager.policy_arguments import (
     check_seconds,
     collect_steps,
     show_call,
-    show_steps,
     wrong_argument,
 )
 from bytecheckpoint.manager.step_info import StepInfo
@@ -244,9 +243,6 @@ class Steps(_JoinableKeepPolicy):
 
     def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
         return [info.step in self.steps for info in saved]
-
-    def __repr__(self) -> str:
-        return show_steps(self, self.steps)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

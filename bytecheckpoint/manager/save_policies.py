@@ -28,7 +28,6 @@ from bytecheckpoint.manager.policy_arguments import (
     collect_steps,
     plain_number,
     show_call,
-    show_steps,
     wrong_argument,
 )
 from bytecheckpoint.manager.step_info import StepInfo
@@ -213,9 +212,6 @@ class AtSteps(_JoinableSavePolicy):
 
     def due(self, now: StepInfo, _: Sequence[StepInfo], /) -> bool:
         return now.step in self.steps
-
-    def __repr__(self) -> str:
-        return show_steps(self, self.steps)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
