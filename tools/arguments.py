@@ -16,13 +16,14 @@ import click
 from click.shell_completion import CompletionItem
 
 from bytecheckpoint.errors import CheckpointSaveError
-from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint, manifest_of
+from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, Opening, find_checkpoint, manifest_of
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.loading.links import Files, files_of, opening_at
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.storage.backends.posix_errors import describe
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.open_store import expand_home
+from bytecheckpoint.storage.open_store import expand_home, open_store
 from bytecheckpoint.storage.store import Store
 
 from .completion.param_types import steps_below
@@ -47,6 +48,10 @@ class Opened(NamedTuple):
     def info(self) -> CheckpointInfo:
         return describe_checkpoint(self.manifest, path=self.path)
 
+    def as_json(self) -> dict[str, Any]:
+        """Returns what identifies it."""
+        return {"path": self.path, "step": self.manifest.step, "save_id": self.manifest.save_id}
+
 
 class AccessOptions(NamedTuple):
     """Options of a command that say how checkpoints are opened."""
@@ -55,11 +60,18 @@ class AccessOptions(NamedTuple):
     step: AnyStep
     follow_links: bool
 
+    def open_root(self, root: str) -> Store:
+        """Opens the store at a root."""
+        return open_store(root, storage_options=self.storage_options, writer_threads=1)
+
+    def find(self, path: str) -> FoundCheckpoint:
+        """Finds a checkpoint of any format. Raises like `find_checkpoint`, which says what is there instead."""
+        opening = opening_at(path, Opening(self.storage_options), follow_links=self.follow_links)
+        return find_checkpoint(path, self.step, opening)
+
     def open_manifest(self, path: str) -> Opened:
         """Opens a checkpoint and reads its manifest. Raises the errors of `bcp.open`."""
-        found = find_checkpoint(
-            path, self.step, opening_at(path, Opening(self.storage_options), follow_links=self.follow_links)
-        )
+        found = self.find(path)
         return Opened(found.store, found.folder, manifest_of(found), found.path)
 
     def find_files(self, opened: Opened) -> Opened:
@@ -185,7 +197,9 @@ def with_link_option(command: _Command) -> _Command:
     )(command)
 
 
-def with_limit_option(num_rows: int, about: str) -> Callable[[_Command], _Command]:
+def with_limit_option(
+    num_rows: int = 40, about: str = "Print at most this many rows of a table; 0 for all."
+) -> Callable[[_Command], _Command]:
     """Adds `--limit`, for commands that print long tables: `num_rows` by default, and `about` begins its help."""
     return click.option(
         "--limit",
@@ -194,6 +208,18 @@ def with_limit_option(num_rows: int, about: str) -> Callable[[_Command], _Comman
         show_default=True,
         metavar="ROWS",
         help=f"{about} --json always has all.",
+    )
+
+
+def with_threads_option(about: str) -> Callable[[_Command], _Command]:
+    """Adds `--threads`, for commands that read data files; `about` is its help."""
+    return click.option(
+        "--threads",
+        type=click.IntRange(1, 1024),
+        default=LoadOptions().reader_threads,
+        show_default=True,
+        metavar="N",
+        help=about,
     )
 
 

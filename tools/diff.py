@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bytecheckpoint.errors import CheckpointNotFoundError
-from bytecheckpoint.options import LoadOptions
 
 from . import exit_codes
 from .analysis.value_difference import Tolerance
@@ -21,6 +20,7 @@ from .arguments import (
     with_link_option,
     with_output_options,
     with_step_option,
+    with_threads_option,
 )
 from .completion.param_types import StoredPath
 from .name_options import FORMATS, NameOptions, with_name_options
@@ -30,8 +30,6 @@ from .render.terminal import Screen, byte_progress, print_json
 
 if TYPE_CHECKING:
     from .analysis.checkpoint_diff import CheckpointDiff, TensorDifference
-
-_DEFAULT_ROWS = 40
 
 _EXAMPLE = """\b
 Example:
@@ -67,15 +65,8 @@ Example:
 )
 @click.option("--include", multiple=True, metavar="GLOB", help="Compare only names that match; may be repeated.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Compare no names that match; may be repeated.")
-@click.option(
-    "--threads",
-    type=click.IntRange(1, 1024),
-    default=LoadOptions().reader_threads,
-    show_default=True,
-    metavar="N",
-    help="Compare so many regions at once; each takes up to 150 MiB of memory.",
-)
-@with_limit_option(_DEFAULT_ROWS, "Print at most this many rows of a table; 0 for all.")
+@with_threads_option("Compare so many regions at once; each takes up to 150 MiB of memory.")
+@with_limit_option()
 @with_link_option
 @with_output_options
 def diff(
@@ -159,8 +150,8 @@ def _nothing_compared(a: Opened, b: Opened, *, is_renamed: bool) -> CheckpointNo
 
 def _as_json(a: Opened, b: Opened, result: CheckpointDiff, tolerance: Tolerance | None) -> dict[str, Any]:
     return {
-        "a": _side_json(a),
-        "b": _side_json(b),
+        "a": a.as_json(),
+        "b": b.as_json(),
         "same": result.is_same,
         "atol": tolerance.atol if tolerance else None,
         "rtol": tolerance.rtol if tolerance else None,
@@ -179,10 +170,6 @@ def _as_json(a: Opened, b: Opened, result: CheckpointDiff, tolerance: Tolerance 
     }
 
 
-def _side_json(opened: Opened) -> dict[str, Any]:
-    return {"path": opened.path, "step": opened.manifest.step, "save_id": opened.manifest.save_id}
-
-
 def _tensor_json(tensor: TensorDifference) -> dict[str, Any]:
     values = tensor.values
     first = values.first if values else None
@@ -194,10 +181,7 @@ def _tensor_json(tensor: TensorDifference) -> dict[str, Any]:
         "shape_a": tensor.shapes[0],
         "shape_b": tensor.shapes[1],
         "num_elements": tensor.num_elements,
-        "num_differing": values.num_differing if values else None,
-        "num_not_finite": values.num_not_finite if values else None,
-        "max_abs": values.max_abs if values else None,
-        "max_rel": values.max_rel if values else None,
+        **{name: getattr(values, name, None) for name in ("num_differing", "num_not_finite", "max_abs", "max_rel")},
         "first_index": tensor.first_index,
         "first_a": first.a if first else None,
         "first_b": first.b if first else None,

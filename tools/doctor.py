@@ -28,7 +28,7 @@ from .arguments import AccessOptions, at_home_folder, finite, with_output_option
 from .completion.param_types import StoredPath
 from .render.diagnosis_text import print_diagnosis
 from .render.number_format import rate_text, size_text
-from .render.terminal import LAST_DROP, Column, Screen, print_json, without
+from .render.terminal import LAST_DROP, NAME_STYLE, Column, Screen, print_json, without
 
 _MiB = 1 << 20
 _COMPRESSING_THREADS = 3
@@ -270,7 +270,7 @@ def _print(diagnosis: Diagnosis) -> None:
     else:
         screen.line(f"{diagnosis.url}: good for checkpoints", style="bold green")
     screen.line()
-    columns = [Column("promise", style="bold cyan"), Column("kept", is_whole=True), Column("seen")]
+    columns = [Column("promise", style=NAME_STYLE), Column("kept", is_whole=True), Column("seen")]
     screen.table(columns, [(check.name, _kept_text(check), check.what) for check in diagnosis.checks])
     if diagnosis.folder is not None:
         screen.line()
@@ -286,7 +286,7 @@ def _print(diagnosis: Diagnosis) -> None:
             _print_speeds(screen, title, speeds)
     screen.line()
     rows = [(item.option, "-" if item.value is None else str(item.value), item.why) for item in diagnosis.advice]
-    screen.table([Column("option", style="bold cyan"), Column("take", is_right=True), Column("because")], rows)
+    screen.table([Column("option", style=NAME_STYLE), Column("take", is_right=True), Column("because")], rows)
 
 
 def _kept_text(check: GuaranteeCheck) -> str:

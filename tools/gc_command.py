@@ -16,7 +16,7 @@ from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import garbage, layout, stage_folder
 from bytecheckpoint.storage.garbage import Garbage, Leftover
 from bytecheckpoint.storage.inventory import clock_of
-from bytecheckpoint.storage.open_store import open_store, real_location
+from bytecheckpoint.storage.open_store import real_location
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, endpoint_of
 
@@ -25,7 +25,7 @@ from .arguments import AccessOptions, Age, at_home_folder, with_output_options
 from .completion.param_types import StoredPath
 from .listing.memory import MEMORY_ROOT
 from .render.number_format import age_text, count_text, size_text, utc_of
-from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
+from .render.terminal import LAST_DROP, NAME_STYLE, Column, Screen, TableShape, print_json, without
 
 _EXAMPLE = """\b
 Example:
@@ -116,17 +116,14 @@ def gc(
         # Hazard: ignored, they would leave all ended jobs to be removed, where one save was meant.
         raise click.UsageError("--memory takes all that ended jobs hold: give it without --save-id and --local-stage")
     if in_memory:
-        location = None
-        if root is not None:
-            store = open_store(root, storage_options=access.storage_options, writer_threads=1)
-            location = real_location(store, "")
+        location = None if root is None else real_location(access.open_root(root), "")
         return _gc_memory(roots, location, min_age_s, is_real=is_real, as_json=as_json)
     if root is None:
         raise click.UsageError("give the ROOT of the checkpoints, or --memory")
     if "" in save_ids:
         # Hazard: it would name the temporaries without a save id, those of running saves too.
         raise click.UsageError("--save-id is empty: give the id of a save")
-    store = open_store(root, storage_options=access.storage_options, writer_threads=1)
+    store = access.open_root(root)
     listing = store.list("")
     found = garbage.find_leftovers(store, "")
     if not listing and not found.found and stage is None:
@@ -295,7 +292,7 @@ def _print(store: Store, rows: Sequence[GarbageRow], found: Garbage, failures: S
 def _table(root: str) -> TableShape:
     now = datetime.now(UTC)
     columns = [
-        Column("save id", style="bold cyan", is_whole=True),
+        Column("save id", style=NAME_STYLE, is_whole=True),
         Column("size", is_right=True),
         Column("files", is_right=True, drop=2),
         Column("uploads", is_right=True, drop=1),

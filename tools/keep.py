@@ -26,7 +26,6 @@ from bytecheckpoint.manager.step_records import StoredStep
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.inventory import clock_of
-from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -35,7 +34,7 @@ from .arguments import AccessOptions, Age, with_output_options
 from .completion.param_types import StoredPath
 from .render.metric_columns import MetricColumns
 from .render.number_format import age_text, count_text, size_text, time_text, utc_of
-from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
+from .render.terminal import LAST_DROP, NAME_STYLE, Column, Screen, TableShape, print_json, without
 
 _LOOKS_IN_FLIGHT = 8
 _BEST = re.compile(r"(?P<metric>[^:]+|.+(?=:(?:min|max)(?::\d+)?\Z))(?::(?P<mode>min|max)(?::(?P<n>\d{1,9}))?)?")
@@ -122,7 +121,7 @@ def keep(
     no save of this library has written.
     """
     policy = _policy(latest, every, best, within)
-    store = open_store(root, storage_options=access.storage_options, writer_threads=1)
+    store = access.open_root(root)
     stored, unreadable = _steps(store, best)
     now = (clock_of(store) if is_real else None) or time.time()
     rows, incomplete = _decide(store, policy, stored, now=now)
@@ -321,7 +320,7 @@ def _print(
 def _table(metrics: MetricColumns, *, is_real: bool) -> TableShape:
     now = datetime.now(UTC)
     columns = [
-        Column("step", is_right=True, style="bold cyan"),
+        Column("step", is_right=True, style=NAME_STYLE),
         Column("saved", is_whole=True, drop=1),
         Column("age", is_whole=True, drop=2),
         Column("size", is_right=True, drop=LAST_DROP),

@@ -185,5 +185,4 @@ def cli(ctx: click.Context) -> None:
 
 
 def main() -> NoReturn:
-    """Runs the console script."""
     cli.main()

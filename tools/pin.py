@@ -20,7 +20,7 @@ from bytecheckpoint.manager import abandoned_steps, retention, step_records
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage import deletion, garbage, layout
 from bytecheckpoint.storage.inventory import clock_of
-from bytecheckpoint.storage.open_store import expand_home, is_plain_path, open_store
+from bytecheckpoint.storage.open_store import expand_home, is_plain_path
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -65,7 +65,6 @@ class CheckpointPlace(NamedTuple):
         return join_name(str(self.store), self.folder)
 
     def read_manifest(self) -> Manifest:
-        """Raises like `layout.read_manifest`."""
         return layout.read_manifest(self.store, self.folder)
 
 
@@ -155,12 +154,7 @@ def _delete_damaged(place: CheckpointPlace, problem: str, *, force: bool, as_jso
 @with_output_options
 def pin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
     """Pin CHECKPOINT: no policy, no `bcp keep` and no `bcp rm` without --force deletes it until it is unpinned."""
-    place = _find(checkpoint, access)
-    manifest = place.read_manifest()
-    was_pinned = step_records.is_pinned(place.store, place.folder)
-    if not was_pinned:
-        step_records.pin(place.store, place.folder, time=clock_of(place.store) or time.time())
-    return _print_outcome(place, manifest, is_pinned=True, was_pinned=was_pinned, as_json=as_json)
+    return _set_pin(checkpoint, access, is_pinned=True, as_json=as_json)
 
 
 @click.command(epilog=_UNPIN_EXAMPLE)
@@ -169,12 +163,24 @@ def pin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
 @with_output_options
 def unpin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
     """Take the pin of CHECKPOINT away. One that is not pinned stays as it is."""
+    return _set_pin(checkpoint, access, is_pinned=False, as_json=as_json)
+
+
+def _set_pin(checkpoint: str, access: AccessOptions, *, is_pinned: bool, as_json: bool) -> int:
     place = _find(checkpoint, access)
     manifest = place.read_manifest()
     was_pinned = step_records.is_pinned(place.store, place.folder)
-    if was_pinned:
+    if is_pinned and not was_pinned:
+        step_records.pin(place.store, place.folder, time=clock_of(place.store) or time.time())
+    elif was_pinned and not is_pinned:
         step_records.unpin(place.store, place.folder)
-    return _print_outcome(place, manifest, is_pinned=False, was_pinned=was_pinned, as_json=as_json)
+    if as_json:
+        print_json({**_as_json(place, manifest), "pinned": is_pinned, "was_pinned": was_pinned})
+    else:
+        did = "pinned" if is_pinned else "unpinned"
+        same = "is pinned already" if is_pinned else "is not pinned"
+        Screen().line(f"{place.path} {same}" if is_pinned == was_pinned else f"{did} {place.path}")
+    return exit_codes.FINE
 
 
 def _find(path: str, access: AccessOptions) -> CheckpointPlace:
@@ -182,16 +188,12 @@ def _find(path: str, access: AccessOptions) -> CheckpointPlace:
     path = expand_home(path)
     if is_plain_path(path):
         path = os.path.realpath(path)  # a link `latest` to the folder of a step means that step
-    store = _open(path, access)
+    store = access.open_root(path)
     folder = layout.find_checkpoint(store, access.step, location=str(store))
     parent, name = split_path(path)
     if not folder and layout.parse_step(name) is not None:
-        store, folder = _open(parent, access), name
+        store, folder = access.open_root(parent), name
     return CheckpointPlace(store, folder)
-
-
-def _open(path: str, access: AccessOptions) -> Store:
-    return open_store(path, storage_options=access.storage_options, writer_threads=1)
 
 
 def _is_newest(store: Store, step: int) -> bool:
@@ -224,15 +226,3 @@ def _refused(place: CheckpointPlace, why: str, advice: str) -> CheckpointMismatc
 
 def _as_json(place: CheckpointPlace, manifest: Manifest) -> dict[str, object]:
     return {"path": place.path, "step": place.step, "save_id": manifest.save_id}
-
-
-def _print_outcome(
-    place: CheckpointPlace, manifest: Manifest, *, is_pinned: bool, was_pinned: bool, as_json: bool
-) -> int:
-    if as_json:
-        print_json({**_as_json(place, manifest), "pinned": is_pinned, "was_pinned": was_pinned})
-    else:
-        did = "pinned" if is_pinned else "unpinned"
-        same = "is pinned already" if is_pinned else "is not pinned"
-        Screen().line(f"{place.path} {same}" if is_pinned == was_pinned else f"{did} {place.path}")
-    return exit_codes.FINE

@@ -14,7 +14,7 @@ from . import exit_codes
 from .analysis.data_streams import data_records
 from .analysis.module_tree import ModuleNode, build_tree
 from .analysis.save_layout import compression_of, writers_of
-from .analysis.summary import ManifestSummary, PlainSummary, TensorEntry, file_rows, plain_objects
+from .analysis.summary import ManifestSummary, TensorEntry, file_rows, plain_objects
 from .arguments import (
     AccessOptions,
     LocalFile,
@@ -41,7 +41,6 @@ from .render.terminal import Screen, byte_progress, print_json, without
 if TYPE_CHECKING:
     from .analysis.tensor_stats import Histogram, TensorStats
 
-_DEFAULT_ROWS = 40
 _NUM_HISTOGRAMS = 12
 
 _EXAMPLE = """\b
@@ -105,7 +104,7 @@ Example:
     is_flag=True,
     help="With --html: read the tensors of --tensor, or the largest 12, twice, and draw how their values spread.",
 )
-@with_limit_option(_DEFAULT_ROWS, "Print at most this many rows of a table; 0 for all.")
+@with_limit_option()
 @with_link_option
 @with_output_options
 @gc_paused()  # the names of 20,000 tensors are many objects, and none of them is freed before the end
@@ -190,25 +189,15 @@ def show(
     return exit_codes.FINE
 
 
-def _write_report(
-    path: str,
-    opened: Opened,
-    summary: ManifestSummary,
-    *,
-    tensors: Sequence[TensorEntry],
-    stats: Mapping[str, TensorStats] | None,
-    objects: Sequence[PlainSummary] | None,
-    histograms: Mapping[str, Histogram],
-    is_selected: bool,
-) -> None:
+def _write_report(path: str, opened: Opened, summary: ManifestSummary, **contents: Any) -> None:
+    """Writes the page about a checkpoint; `contents` are those of its ReportContents without the records."""
     # What a summary does not need takes as long to import as all that it does.
     from bytecheckpoint.diagnostics.telemetry import read_save_records  # noqa: PLC0415
 
     from .render.html.checkpoint_page import ReportContents, checkpoint_page  # noqa: PLC0415
 
     records = read_save_records(opened.store, opened.folder, opened.manifest.save_id)
-    report = ReportContents(tensors, is_selected, stats, objects, records, histograms)
-    write_text(path, checkpoint_page(opened, summary, report))
+    write_text(path, checkpoint_page(opened, summary, ReportContents(records=records, **contents)))
 
 
 def _read_histograms(opened: Opened, tensors: Sequence[TensorEntry], *, is_selected: bool) -> dict[str, Histogram]:

@@ -104,9 +104,7 @@ def _as_json(
     manifest, ranks = opened.manifest, records.ranks
     started_at = first_call(ranks) if ranks else None
     return {
-        "path": opened.path,
-        "step": manifest.step,
-        "save_id": manifest.save_id,
+        **opened.as_json(),
         "world_size": opened.info.world_size,
         "started_at": None if started_at is None else datetime.fromtimestamp(started_at, UTC),
         "committed_at": manifest.provenance.get("created_at"),

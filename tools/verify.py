@@ -11,7 +11,6 @@ import click
 from bytecheckpoint.diagnostics.verify import Damage, Verification, bytes_to_read, verify_checkpoint
 from bytecheckpoint.errors import and_more
 from bytecheckpoint.info import OWN_FORMAT
-from bytecheckpoint.options import LoadOptions
 
 from . import exit_codes
 from .arguments import (
@@ -22,6 +21,7 @@ from .arguments import (
     with_link_option,
     with_output_options,
     with_step_option,
+    with_threads_option,
 )
 from .completion.param_types import StoredPath
 from .render.number_format import count_text, rate_text, size_text
@@ -48,14 +48,7 @@ Example:
     metavar="PCT",
     help="Read only this percentage of each file, in pieces chosen at random, at least one a file.",
 )
-@click.option(
-    "--threads",
-    type=click.IntRange(1, 1024),
-    default=LoadOptions().reader_threads,
-    show_default=True,
-    metavar="N",
-    help="Keep so many reads in flight; each takes 8 MiB of memory.",
-)
+@with_threads_option("Keep so many reads in flight; each takes 8 MiB of memory.")
 @with_limit_option(_DEFAULT_ROWS, "Print at most this many faults, and names of tensors in each; 0 for all.")
 @with_link_option
 @with_output_options
@@ -100,9 +93,7 @@ def verify(
 def _as_json(opened: Opened, result: Verification, *, sample_percent: float, seconds: float) -> dict[str, Any]:
     manifest = opened.manifest
     return {
-        "path": opened.path,
-        "step": manifest.step,
-        "save_id": manifest.save_id,
+        **opened.as_json(),
         "ok": not result.damage,
         "num_files": len(manifest.files),
         "num_tensors": len(manifest.tensors),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import lcm, prod
 from typing import Any
 
@@ -20,40 +21,27 @@ _GRAIN_POSITION = "global_next_index"
 _MEGATRON_COUNTS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 
 
+@dataclass(frozen=True)
 class CursorLoader:
-    """The elastic loader of a data loader with one position for all ranks.
+    """The elastic loader of a data loader with one position for all ranks."""
 
-    `read` returns the position as a dict that has `key`, and `load` takes it back. `why_inexact` returns why another
-    number of ranks would lose or repeat samples, or None. `check` raises CheckpointMismatchError (conflict) for a
-    position that the loader cannot go on at.
-    """
-
-    def __init__(
-        self,
-        read: Callable[[], Any],
-        load: Callable[[Any], None],
-        *,
-        key: str,
-        why_inexact: Callable[[], str | None] = lambda: None,
-        check: Callable[[Any], None] = lambda _: None,
-    ) -> None:
-        self._read = read
-        self._load = load
-        self._key = key
-        self._why_inexact = why_inexact
-        self._check = check
+    read: Callable[[], Any]
+    """Returns the position, a dict that has `key`."""
+    load: Callable[[Any], None]
+    key: str
+    refuse_inexact: Callable[[], str | None] = lambda: None
+    """Returns the reason why another number of ranks would lose or repeat samples, or None."""
+    check: Callable[[Any], None] = lambda _: None
+    """Raises CheckpointMismatchError (conflict) for a position that the loader cannot go on at."""
 
     def stream_ids(self) -> Sequence[str]:
-        """Returns an empty list: a position has no streams."""
         return []
 
     def stream_state(self, stream_id: str) -> Any:
-        """Raises KeyError: there are no streams."""
         raise KeyError(stream_id)
 
     def shared_state(self) -> Any:
-        """Returns the position."""
-        return self._read()
+        return self.read()
 
     def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
         """Raises CheckpointMismatchError (conflict) if there are streams, or if the saved position is that of another
@@ -65,22 +53,18 @@ class CursorLoader:
                 "load into the kind of loader that was saved",
                 kind="conflict",
             )
-        if not isinstance(shared, Mapping) or self._key not in shared:
+        if not isinstance(shared, Mapping) or self.key not in shared:
             raise CheckpointMismatchError(
-                f"the position that was saved has no {self._key}, so another kind of loader saved it; load into the "
+                f"the position that was saved has no {self.key}, so another kind of loader saved it; load into the "
                 "kind of loader that was saved",
                 kind="conflict",
             )
-        self._check(shared)
+        self.check(shared)
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
         """Loads the position. Raises the errors of `check_streams`."""
         self.check_streams(streams, shared)
-        self._load(shared)
-
-    def refuse_inexact(self) -> str | None:
-        """Returns the reason why another number of ranks would lose or repeat samples, or None."""
-        return self._why_inexact()
+        self.load(shared)
 
 
 def megatron_cursor(args: Any) -> CursorLoader | None:
@@ -105,7 +89,7 @@ def megatron_cursor(args: Any) -> CursorLoader | None:
             return "with data_sharding the order of samples depends on the number of ranks; pass --no-data-sharding"
         return None
 
-    return CursorLoader(read, load, key=_MEGATRON_COUNTS[0], why_inexact=why_inexact)
+    return CursorLoader(read, load, key=_MEGATRON_COUNTS[0], refuse_inexact=why_inexact)
 
 
 def mosaic_cursor(loader: Any) -> CursorLoader | None:
@@ -176,7 +160,7 @@ def litdata_cursor(loader: Any) -> CursorLoader | None:
         kind = type(loader.dataset).__name__
         return f"litData resumes a {kind} on the same number of ranks, workers and samples in a batch only"
 
-    return CursorLoader(read, load, key="dataset", why_inexact=why_inexact, check=check)
+    return CursorLoader(read, load, key="dataset", refuse_inexact=why_inexact, check=check)
 
 
 def _topology(loader: Any) -> dict[str, int]:

@@ -67,7 +67,6 @@ def state_after(source: Any, cursor: SourceCursor, at: StreamPosition) -> dict[s
 
 
 def cursor_of(source: Any) -> SourceCursor:
-    """Returns a cursor for a source of any kind."""
     return SequenceCursor(source) if is_sequence(source) else IterableCursor(source)
 
 

@@ -63,6 +63,12 @@ class TrackedLoader:
         self._refusal: str | None = None
         self._num_passes = 0
         self._turn = 0
+        # The state is that of the streams.
+        self.stream_ids, self.all_stream_ids = streams.stream_ids, streams.all_stream_ids
+        self.stream_state, self.stream_position = streams.stream_state, streams.stream_position
+        self.shared_state, self.check_streams = streams.shared_state, streams.check_streams
+        self.start_states, self.joining_state = streams.start_states, streams.joining_state
+        self.prepare_state = streams.prepare_state
         streams._begin_counting()
         collate = loader.collate_fn
         # Accelerate passes the collate_fn of a loader on to the loader that it makes of it.
@@ -72,30 +78,6 @@ class TrackedLoader:
         loader._get_iterator = self.new_iterator  # type: ignore[method-assign]
         self._drop_iterator()
 
-    def stream_ids(self) -> list[str]:
-        """Returns the sorted ids of the streams that this rank owns."""
-        return self._streams.stream_ids()
-
-    def all_stream_ids(self) -> list[str]:
-        """Returns the sorted ids of all streams."""
-        return self._streams.all_stream_ids()
-
-    def stream_state(self, stream_id: str) -> dict[str, Any]:
-        """Returns the state of a stream after what the trainer took of it."""
-        return self._streams.stream_state(stream_id)
-
-    def stream_position(self, stream_id: str) -> dict[str, Any]:
-        """Returns the state of a stream without a snapshot of its source, as `Streams.stream_position` does."""
-        return self._streams.stream_position(stream_id)
-
-    def shared_state(self) -> dict[str, Any]:
-        """Returns the state that all ranks have in common."""
-        return self._streams.shared_state()
-
-    def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Raises CheckpointMismatchError (conflict) as `Streams.check_streams` does."""
-        self._streams.check_streams(streams, shared)
-
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
         """Takes over these streams, and gives up all others. The next `iter` starts workers anew."""
         self._streams.load_streams(streams, shared)
@@ -103,21 +85,9 @@ class TrackedLoader:
         self._waiting.clear()
         self._drop_iterator()
 
-    def start_states(self) -> dict[str, Any]:
-        """Returns the states of this rank's streams at position 0 of epoch 0."""
-        return self._streams.start_states()
-
-    def joining_state(self, stream_id: str, others: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the state of a stream that is at its first sample, in the epoch of the others."""
-        return self._streams.joining_state(stream_id, others)
-
     def refuse_inexact(self) -> str | None:
         """Returns why a loader that goes on from this state would repeat or skip samples; None if it would not."""
         return self._refusal or self._streams.refuse_inexact()
-
-    def prepare_state(self) -> None:
-        """Lets sources take a snapshot now, and workers with their next batch."""
-        self._streams.prepare_state()
 
     def follow(self, wrapper: Any) -> None:
         """Changes the class of `wrapper`, a loader of accelerate's that reads this one ahead, so that what it gives to

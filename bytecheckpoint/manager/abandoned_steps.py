@@ -49,11 +49,6 @@ class Branch(msgspec.Struct, frozen=True):
     that follow. The record of a second root has those of all runs that its `abandoned` takes into account."""
 
 
-def read_abandoned(store: Store) -> dict[int, str]:
-    """Returns the `abandoned` steps of `read_branch`, and raises as that does."""
-    return read_branch(store).abandoned
-
-
 def read_branch(store: Store) -> Branch:
     """Returns the branch that training is on. Raises CheckpointCorruptError (bad_manifest) if its record is damaged;
     UnsafeCheckpointError if it is too long (limits_exceeded), or a link out of the root (path_escape).
@@ -148,7 +143,6 @@ def branch_of_copies(source: Branch, known: Branch, copies: Mapping[int, str], *
 
 
 def write_branch(store: Store, branch: Branch) -> None:
-    """Writes the branch in place of the one that was written before."""
     store.write(BRANCH_NAME, one_block(msgspec.json.encode(branch)), replace=True)
 
 

@@ -128,7 +128,7 @@ class CheckpointManager:
             return look_at(self._store, None, 0)
         options = self._options
         target = open_second(options, self._role)  # before the claim: it may refuse what it is given
-        abandoned_steps.read_abandoned(self._store)  # likewise: a damaged list must not end a run that goes on
+        abandoned_steps.read_branch(self._store)  # likewise: a damaged list must not end a run that goes on
         clock = StorageClock(offset_of(self._store))
         generation = claim(self._store, time=clock.now())
         end_pins_ahead(self._store)

@@ -24,7 +24,6 @@ from bytecheckpoint.manager.policy_arguments import (
     check_seconds,
     collect_steps,
     show_call,
-    show_steps,
     wrong_argument,
 )
 from bytecheckpoint.manager.step_info import StepInfo
@@ -48,7 +47,6 @@ class _JoinableKeepPolicy:
     __slots__ = ()
 
     def keeps(self, saved: Sequence[StepInfo], now: float, /) -> Sequence[bool]:
-        """Returns True for each step that stays."""
         raise NotImplementedError
 
     def __or__(self, other: KeepPolicy) -> AnyKeeps:
@@ -71,7 +69,6 @@ class AnyKeeps(_JoinableKeepPolicy):
         check_parts(self.policies)
 
     def keeps(self, saved: Sequence[StepInfo], now: float, /) -> Sequence[bool]:
-        """Returns True for each step that one of the policies keeps."""
         kept = [kept_by(policy, saved, now) for policy in self.policies]
         return [any(of_step) for of_step in zip(*kept, strict=True)]
 
@@ -128,7 +125,6 @@ class All(_JoinableKeepPolicy):
     """Keeps all checkpoints."""
 
     def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
-        """Returns True for each."""
         return [True] * len(saved)
 
 
@@ -142,7 +138,6 @@ class Latest(_JoinableKeepPolicy):
         object.__setattr__(self, "n", check_integer(self, "n", self.n, minimum=1))
 
     def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
-        """Returns True for each of the last n steps, False for all others."""
         return [len(saved) - number <= self.n for number in range(len(saved))]
 
 
@@ -156,7 +151,6 @@ class EverySteps(_JoinableKeepPolicy):
         object.__setattr__(self, "n", check_integer(self, "n", self.n, minimum=1))
 
     def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
-        """Returns True for multiples of n."""
         return [info.step % self.n == 0 for info in saved]
 
 
@@ -192,7 +186,6 @@ class Within(_JoinableKeepPolicy):
         object.__setattr__(self, "s", check_seconds(self, "s", self.s, may_be_zero=False))
 
     def keeps(self, saved: Sequence[StepInfo], now: float, /) -> Sequence[bool]:
-        """Returns True for each that is young enough."""
         return [now - info.time <= self.s for info in saved]
 
 
@@ -214,7 +207,6 @@ class Best(_JoinableKeepPolicy):
             raise wrong_argument(self, "mode", self.mode, "'min' or 'max'")
 
     def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
-        """Returns True for the best n."""
         best = set(self.ranking(saved)[: self.n])
         return [number in best for number in range(len(saved))]
 
@@ -240,11 +232,7 @@ class Steps(_JoinableKeepPolicy):
         object.__setattr__(self, "steps", collect_steps(self, steps))
 
     def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
-        """Returns True for the given steps."""
         return [info.step in self.steps for info in saved]
-
-    def __repr__(self) -> str:
-        return show_steps(self, self.steps)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -258,5 +246,4 @@ class When(_JoinableKeepPolicy):
         check_function(self, "fn", self.fn, takes="fn(info)")
 
     def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
-        """Returns what the function returns for each, as a bool."""
         return [bool(self.fn(info)) for info in saved]

@@ -28,7 +28,7 @@ from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.abandoned_steps import Branch, write_branch
 from bytecheckpoint.manager.after_commit.background import Background, Commit
-from bytecheckpoint.manager.after_commit.step_marks import StepMarks, checked_metrics, end_pin_ahead, pin_ahead
+from bytecheckpoint.manager.after_commit.step_marks import StepMarks, end_pin_ahead, pin_ahead
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
 from bytecheckpoint.manager.data.log_writer import LogWriter
 from bytecheckpoint.manager.data.prepared_state import PreparedState
@@ -193,7 +193,6 @@ class ManagedSaves:
                     step=step,
                     async_save=self._options.async_save and not is_stopping,
                     process_group=self._run.group,
-                    role=None,
                     make_metadata=partial(self._make_metadata, step, metadata, metrics, checked),
                     storage_options=self._run.storage_options,
                     options=options,
@@ -228,7 +227,7 @@ class ManagedSaves:
             )
         if self._owned is None or metrics is None:
             return metadata
-        checked.update(checked_metrics(metrics))
+        checked.update(step_records.check_metrics(metrics))
         return {**(metadata or {}), "metrics": checked} if checked else metadata
 
     def _owner(self, step: int, *, pin: bool) -> SaveOwner | None:

@@ -60,14 +60,16 @@ class ManagerOptions:
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         _check("save", self.save, isinstance(self.save, SaveOptions), "SaveOptions")
         _check("load", self.load, isinstance(self.load, LoadOptions), "LoadOptions")
-        _check("cool_down", self.cool_down, _is_place(self.cool_down), "a path, a URL or None")
+        is_path = isinstance(self.cool_down, str | os.PathLike) and os.fspath(self.cool_down) not in {"", b""}
+        _check("cool_down", self.cool_down, self.cool_down is None or is_path, "a path, a URL or None")
         if self.cool_down_keep is not None:
             takes = f"a keep policy, {_KEEP_EXAMPLE}, or None"
             _check("cool_down_keep", self.cool_down_keep, is_policy(self.cool_down_keep, "keeps"), takes)
         is_mapping = self.cool_down_options is None or isinstance(self.cool_down_options, Mapping)
         _check("cool_down_options", self.cool_down_options, is_mapping, "a mapping or None")
         _check("on_failed_save", self.on_failed_save, self.on_failed_save in ("raise", "warn"), "'raise' or 'warn'")
-        _check("max_failed_saves", self.max_failed_saves, _is_count(self.max_failed_saves), "an integer of at least 1")
+        is_count = (integer_of(self.max_failed_saves) or 0) >= 1
+        _check("max_failed_saves", self.max_failed_saves, is_count, "an integer of at least 1")
         object.__setattr__(self, "max_failed_saves", index(self.max_failed_saves))
         _check(
             "signals",
@@ -109,14 +111,6 @@ def _wrong_policy(name: str, value: object, takes: str, *, other: str, method: s
 def is_policy(value: object, method: str) -> bool:
     """Returns True for an object with this method, False for its class."""
     return not isinstance(value, type) and callable(getattr(value, method, None))
-
-
-def _is_place(value: object) -> bool:
-    return value is None or (isinstance(value, str | os.PathLike) and os.fspath(value) not in {"", b""})
-
-
-def _is_count(value: object) -> bool:
-    return (integer_of(value) or 0) >= 1
 
 
 def _check(name: str, value: object, is_valid: bool, takes: str) -> None:  # noqa: FBT001 - the outcome of a check

@@ -15,7 +15,9 @@ GivenSteps: TypeAlias = int | Iterable[int]
 
 
 def show_call(policy: Any) -> str:
-    """Returns the call that makes this dataclass: `EverySteps(500, offset=3)`. Defaults are left out."""
+    """Returns the call that makes this dataclass: `EverySteps(500, offset=3)`, `AtSteps([100, 250])`. Defaults are left
+    out.
+    """
     shown = []
     for field in (field for field in fields(policy) if field.init):
         value = getattr(policy, field.name)
@@ -27,13 +29,8 @@ def show_call(policy: Any) -> str:
 
 
 def _show(value: object) -> str:
+    value = sorted(value) if isinstance(value, frozenset) else value
     return getattr(value, "__qualname__", "") or repr(value)
-
-
-def show_steps(policy: object, steps: Collection[int]) -> str:
-    """Returns the call that makes a policy of these steps: `AtSteps([100, 250])`."""
-    shown = repr(steps) if isinstance(steps, range) else str(sorted(steps))
-    return f"{type(policy).__name__}({shown})"
 
 
 def check_parts(parts: Iterable[object]) -> None:
@@ -44,7 +41,6 @@ def check_parts(parts: Iterable[object]) -> None:
 
 
 def wrong_argument(policy: object, field: str, value: object, takes: str) -> ValueError:
-    """Makes the error for an argument that a policy does not take."""
     return ValueError(f"{type(policy).__name__}: {field} must be {takes}, not {value!r}")
 
 

@@ -117,7 +117,6 @@ def check_load_arguments(as_load: Mapping[str, object], *, initial: object, stor
 
 
 def is_latest(step: object) -> bool:
-    """Returns True for "latest", False for anything else."""
     return isinstance(step, str) and step == "latest"
 
 

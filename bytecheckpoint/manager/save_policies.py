@@ -28,7 +28,6 @@ from bytecheckpoint.manager.policy_arguments import (
     collect_steps,
     plain_number,
     show_call,
-    show_steps,
     wrong_argument,
 )
 from bytecheckpoint.manager.step_info import StepInfo
@@ -72,7 +71,6 @@ class _JoinableSavePolicy:
         return False
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
-        """Returns True if this step is to be saved."""
         raise NotImplementedError
 
     def __or__(self, other: SavePolicy) -> AnyDue:
@@ -102,11 +100,9 @@ class AnyDue(_JoinableSavePolicy):
 
     @property
     def is_step_only(self) -> bool:
-        """True if `is_step_only` is true of all joined policies."""
         return all(is_step_only(policy) for policy in self.policies)
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
-        """Returns True if one of the policies is due."""
         return any(policy.due(now, saved) for policy in self.policies)
 
     def __repr__(self) -> str:
@@ -129,7 +125,6 @@ class AllDue(_JoinableSavePolicy):
         return not has_deadline and all(is_step_only(policy) for policy in self.policies)
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
-        """Returns True if all of the policies are due."""
         return all(policy.due(now, saved) for policy in self.policies)
 
     def __repr__(self) -> str:
@@ -186,7 +181,6 @@ class EverySteps(_JoinableSavePolicy):
         object.__setattr__(self, "offset", check_integer(self, "offset", self.offset, minimum=0))
 
     def due(self, now: StepInfo, _: Sequence[StepInfo], /) -> bool:
-        """Returns True at every n-th step."""
         return now.step > 0 and (now.step - self.offset) % self.n == 0
 
 
@@ -202,7 +196,6 @@ class EverySeconds(_JoinableSavePolicy):
         object.__setattr__(self, "s", check_seconds(self, "s", self.s, may_be_zero=False))
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
-        """Returns True if the newest save is old enough."""
         passed_s = now.time - saved[-1].time if saved else now.seconds.get("since_start", 0.0)
         return max(passed_s, 0.0) >= self.s
 
@@ -218,11 +211,7 @@ class AtSteps(_JoinableSavePolicy):
         object.__setattr__(self, "steps", collect_steps(self, steps))
 
     def due(self, now: StepInfo, _: Sequence[StepInfo], /) -> bool:
-        """Returns True at one of the steps."""
         return now.step in self.steps
-
-    def __repr__(self) -> str:
-        return show_steps(self, self.steps)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -232,7 +221,6 @@ class First(_JoinableSavePolicy):
     is_step_only = True
 
     def due(self, _: StepInfo, saved: Sequence[StepInfo], /) -> bool:
-        """Returns True while nothing is saved or in flight."""
         return not saved
 
 
@@ -247,7 +235,6 @@ class Last(_JoinableSavePolicy):
         object.__setattr__(self, "num_steps", check_integer(self, "num_steps", self.num_steps, minimum=1))
 
     def due(self, now: StepInfo, _: Sequence[StepInfo], /) -> bool:
-        """Returns True at the last step."""
         return now.step == self.num_steps - 1
 
 
@@ -261,7 +248,6 @@ class Continuous(_JoinableSavePolicy):
         object.__setattr__(self, "minimum_s", check_seconds(self, "minimum_s", self.minimum_s, may_be_zero=True))
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
-        """Returns True if the newest save has ended, and is old enough."""
         if not saved:
             return True
         began = saved[-1].time - saved[-1].seconds.get("total", 0.0)
@@ -323,7 +309,6 @@ class Preempted(_JoinableSavePolicy):
     is_step_only = True
 
     def due(self, now: StepInfo, _: Sequence[StepInfo], /) -> bool:
-        """Returns True if training stops."""
         return now.stopping
 
 
@@ -387,5 +372,4 @@ class When(_JoinableSavePolicy):
         check_function(self, "fn", self.fn, takes="fn(now, saved)")
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
-        """Returns what the function returns, as a bool."""
         return bool(self.fn(now, saved))

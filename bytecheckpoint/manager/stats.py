@@ -70,7 +70,6 @@ class Goodput:
         return now
 
     def end_call(self, began: float) -> None:
-        """Notes that `save` returns."""
         self._call_ended = time.monotonic()
         self._lost_s += self._call_ended - began
 
@@ -89,12 +88,10 @@ class Goodput:
         )
 
     def failed(self) -> None:
-        """Counts a failed save."""
         with self._lock:
             self._num_failed += 1
 
     def stats(self) -> ManagerStats:
-        """Returns the counts so far."""
         now = time.monotonic()
         with self._lock:
             newest, durable_at = self._newest, self._durable_at

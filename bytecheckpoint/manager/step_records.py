@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -20,12 +20,13 @@ import msgspec
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointExistsError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     StorageError,
     UnsafeCheckpointError,
 )
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
-from bytecheckpoint.manager.abandoned_steps import MAX_RECORD_BYTES, Branch, read_abandoned, unwritten_branch
+from bytecheckpoint.manager.abandoned_steps import MAX_RECORD_BYTES, Branch, read_branch, unwritten_branch
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import layout
@@ -49,6 +50,7 @@ _NOT_IN_JSON = {"nan", "inf", "-inf"}
 
 T = TypeVar("T")
 Metrics = Mapping[str, float]
+Choose = Callable[[Sequence[StepInfo]], Sequence[bool]]
 
 
 class SaveRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,18 +82,22 @@ class StoredStep(NamedTuple):
 def check_metrics(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
     """Returns the metrics as plain floats; scalars of numpy and torch are accepted.
 
-    Raises ValueError, which names the metric, for a value that is no number, or a name that is no text or is empty.
+    Raises CheckpointMismatchError (conflict), which is a ValueError, for what is no mapping; and one that names the
+    metric for a value that is no number, or a name that is no text or is empty.
     """
-    checked = {}
-    for name, value in (metrics or {}).items():
+    given, checked = metrics or {}, {}
+    if not hasattr(given, "items"):
+        raise CheckpointMismatchError(f"metrics are a mapping, not {given!r:.100}", kind="conflict")
+    for name, value in given.items():
         try:
             if not isinstance(name, str) or not name or isinstance(value, str | bytes):
                 raise TypeError
             checked[name] = float(value.detach() if hasattr(value, "detach") else value)  # float() of a loss warns
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch raises RuntimeError
-            raise ValueError(
+            raise CheckpointMismatchError(
                 f"metrics are numbers by name, such as {{'val_loss': 0.25}}, not {name!r}: {value!r:.100}; nothing was "
-                "saved"
+                "saved",
+                kind="conflict",
             ) from error
     return checked
 
@@ -113,16 +119,18 @@ def write_record(store: Store, folder: str, info: StepInfo) -> None:
         store.delete(name)
 
 
-def report(store: Store, folder: str, metrics: Metrics, *, time: float) -> None:
-    """Adds metrics to a committed checkpoint. The newest report of a metric counts.
+def report(store: Store, folder: str, metrics: Metrics, *, time: float) -> dict[str, float]:
+    """Adds metrics to a committed checkpoint, and returns them as plain floats. The newest report of a metric counts.
 
-    Raises CheckpointNotFoundError (not_committed), and ValueError as `check_metrics` does.
+    Raises CheckpointNotFoundError (not_committed), and what `check_metrics` raises.
     """
+    checked = check_metrics(metrics)
     save_id = _check_committed(store, folder)
-    record = SaveRecord(save_id=save_id, time=time, metrics=_as_json(check_metrics(metrics)))
+    record = SaveRecord(save_id=save_id, time=time, metrics=_as_json(checked))
     name = join_name(folder, METRICS_FOLDER, f"{save_id}-{secrets.token_hex(4)}.json")
     _write(store, name, record)
     _withdraw_if_deleted(store, folder, name)
+    return checked
 
 
 def pin(store: Store, folder: str, *, time: float) -> None:
@@ -188,11 +196,10 @@ def leased_until(store: Store, folder: str) -> float:
 
 
 def is_pinned(store: Store, folder: str) -> bool:
-    """Returns True if the checkpoint is pinned."""
     return PIN_NAME in store.list(folder)
 
 
-def find_checkpoint(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> CheckpointInfo | None:
+def find_checkpoint(store: Store, choose: Choose) -> CheckpointInfo | None:
     """Returns the checkpoint of the first step, in the order of `list_steps`, for which `choose` returns True; None if
     there is none. One that is deleted or replaced meanwhile is no candidate any more. Raises StorageError (unavailable)
     if that happens `_ATTEMPTS` times in a row.
@@ -215,7 +222,7 @@ def find_checkpoint(store: Store, choose: Callable[[Sequence[StepInfo]], Sequenc
     )
 
 
-def _find_step(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> StepInfo | None:
+def _find_step(store: Store, choose: Choose) -> StepInfo | None:
     """Returns the first chosen step. If its checkpoint was replaced after its record was written, calls `choose` again
     with steps that are read from all manifests.
     """
@@ -225,9 +232,7 @@ def _find_step(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[boo
     return found
 
 
-def _first_chosen(
-    steps: Sequence[StoredStep], choose: Callable[[Sequence[StepInfo]], Sequence[bool]]
-) -> StepInfo | None:
+def _first_chosen(steps: Sequence[StoredStep], choose: Choose) -> StepInfo | None:
     infos = [step.info for step in steps]
     return next((info for info, is_chosen in zip(infos, choose(infos), strict=True) if is_chosen), None)
 
@@ -248,16 +253,15 @@ def list_steps(
     Without `reads_manifests`, the record of a step is read in place of its manifest: damage is not seen then, nor that
     a program without a manager has replaced the checkpoint.
     """
-    abandoned = read_abandoned(store)
+    abandoned = read_branch(store).abandoned
 
     def read(step: int) -> StoredStep | None:
         return read_step(store, step, abandoned.get(step), reads_manifest=reads_manifests, on_damaged=on_damaged)
 
-    found = map_jobs(read, layout.steps_of_root(store), num_threads=_IN_FLIGHT)
-    return ordered([step for step in found if step])
+    return ordered(filter(None, map_jobs(read, layout.steps_of_root(store), num_threads=_IN_FLIGHT)))
 
 
-def ordered(steps: Collection[StoredStep]) -> list[StoredStep]:
+def ordered(steps: Iterable[StoredStep]) -> list[StoredStep]:
     """Returns the steps in the order for policies: oldest first, abandoned ones before all others."""
     return sorted(steps, key=lambda step: (not step.is_abandoned, step.info.step))
 
@@ -290,12 +294,11 @@ def read_step(
     except CheckpointError as error:
         on_damaged(step, error)
         return None
-    metrics = _merge_metrics(found, reports)
     basis = record or found
     info = StepInfo(
         step,
         basis.time,
-        metrics,
+        _merge_metrics(found, reports),
         basis.seconds,
         pinned=PIN_NAME in listing,
         committed=True,
@@ -338,10 +341,9 @@ def _is_of_save(record: SaveRecord) -> bool:
 
 def _record_of(info: CheckpointInfo) -> SaveRecord:
     """Makes the record of a checkpoint from its manifest."""
-    given = info.metadata.get("metrics")
     metrics: dict[str, float] = {}
     with suppress(ValueError):  # metadata of a program without a manager may hold anything
-        metrics = check_metrics(given if isinstance(given, Mapping) else {})
+        metrics = check_metrics(info.metadata.get("metrics"))
     time = info.created_at.timestamp() if info.created_at else 0.0
     return SaveRecord(save_id=info.save_id, time=time, num_bytes=info.num_bytes, metrics=_as_json(metrics))
 

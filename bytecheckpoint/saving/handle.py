@@ -135,6 +135,13 @@ class SaveHandle:
         self._progress.outcome.add_done_callback(lambda _: fn(self))
 
 
+def has_failed(handle: SaveHandle) -> bool:
+    """Waits for the end of a save, and returns True if it has failed. Unlike the handle's methods, this does not mark
+    the error as seen by the caller, so the next save still raises it.
+    """
+    return handle._progress.outcome.exception() is not None
+
+
 class SaveProgress:
     """Progress and outcome of one save, for its handle and for the threads that work on it."""
 

@@ -94,7 +94,7 @@ def test_of_two_branches_that_are_recovered_together_the_later_one_counts(four_s
     bcp.recover(four_steps / "run", options=through_stage(four_steps))
     assert restored(four_steps) == (5, 50.0)
     store = open_store(str(four_steps / "run"), storage_options=None, writer_threads=1)
-    assert abandoned_steps.read_abandoned(store) == {}
+    assert abandoned_steps.read_branch(store).abandoned == {}
 
 
 def test_a_recovery_keeps_the_branch_that_a_later_job_has_written(four_steps: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_recovery_keeps_the_branch_that_a_later_job_has_written(four_steps: Pa
         manager.restore(state_at(0), step=1)
         manager.save(2, state_at(20))
     store = open_store(str(four_steps / "run"), storage_options=None, writer_threads=1)
-    left = abandoned_steps.read_abandoned(store)
+    left = abandoned_steps.read_branch(store).abandoned
     assert sorted(left) == [2, 3, 4]
     bcp.recover(four_steps / "run", options=through_stage(four_steps))
-    assert abandoned_steps.read_abandoned(store) == left
+    assert abandoned_steps.read_branch(store).abandoned == left

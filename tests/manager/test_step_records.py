@@ -155,7 +155,7 @@ def test_abandoned_steps_whose_record_is_too_long_do_not_count_as_good(
     abandoned_steps.write_branch(store, abandoned_steps.Branch({2: committed_save_id(store, folder(2))}))
     assert list(abandoned_steps.newest_steps(store)) == [1]
     monkeypatch.setattr(abandoned_steps, "MAX_RECORD_BYTES", 10)
-    for read in (abandoned_steps.read_abandoned, list_steps, lambda it: list(abandoned_steps.newest_steps(it))):
+    for read in (abandoned_steps.read_branch, list_steps, lambda it: list(abandoned_steps.newest_steps(it))):
         with pytest.raises(UnsafeCheckpointError, match="it may have 10"):
             read(store)
 
@@ -170,7 +170,7 @@ def test_abandoned_steps_whose_record_is_damaged_do_not_count_as_good(
 ) -> None:
     abandoned_steps.write_branch(store, abandoned_steps.Branch({2: committed_save_id(store, folder(2))}))
     (tmp_path / abandoned_steps.BRANCH_NAME).write_text(content)
-    for read in (abandoned_steps.read_abandoned, list_steps, lambda it: list(abandoned_steps.newest_steps(it))):
+    for read in (abandoned_steps.read_branch, list_steps, lambda it: list(abandoned_steps.newest_steps(it))):
         with pytest.raises(CheckpointCorruptError, match=r"branch\.json.* is damaged .* no step was restored") as error:
             read(store)
         assert error.value.kind == "bad_manifest"

@@ -114,7 +114,7 @@ def compare_checkpoints(
         only_in_a=in_natural_order(named_a.tensors.keys() - named_b.tensors.keys()),
         only_in_b=in_natural_order(named_b.tensors.keys() - named_a.tensors.keys()),
         num_tensors=len(common),
-        tensors=[tensor for tensor in tensors if tensor.problems or _has_distance(tensor)],
+        tensors=[tensor for tensor in tensors if tensor.problems or (tensor.values and tensor.values.max_abs)],
         objects=_object_differences(named_a, named_b, tolerance),
         num_objects=len(named_a.values.keys() | named_b.values.keys()),
         num_bytes_read=num_bytes,
@@ -135,11 +135,6 @@ def _with_small_tensors(named: NamedValues, opened: Opened, other: NamedValues) 
     read = read_whole(source, list(dict.fromkeys(small.values())))
     tensors = {fqn: name for fqn, name in named.tensors.items() if fqn not in small}
     return NamedValues(tensors, named.values | {ValueKey(fqn, None): read[name] for fqn, name in small.items()})
-
-
-def _has_distance(tensor: TensorDifference) -> bool:
-    """Returns True if numbers differ, even if only within the tolerance."""
-    return tensor.values is not None and bool(tensor.values.max_abs)
 
 
 def _difference(

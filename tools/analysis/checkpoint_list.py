@@ -223,11 +223,17 @@ def read_checkpoint(
     does that of a folder of another format that has lost files.
     """
     entries = entries or {}
-    is_pinned = found.foreign is None and PIN_NAME in entries
-    folder, path = found.folder, found.path
-    own_format = found.foreign.format if found.foreign else OWN_FORMAT
+    item = ListedCheckpoint(
+        folder=found.folder,
+        path=found.path,
+        step=step,
+        committed=True,
+        num_bytes=0,
+        format=found.foreign.format if found.foreign else OWN_FORMAT,
+        is_pinned=found.foreign is None and PIN_NAME in entries,
+    )
     try:
-        info = describe_checkpoint(outline_of(found), path=path)
+        info = describe_checkpoint(outline_of(found), path=found.path)
     except (
         CheckpointCorruptError,
         CheckpointMismatchError,
@@ -237,26 +243,14 @@ def read_checkpoint(
         is_refused = bool(found.foreign and found.foreign.file) and isinstance(error, UnsafeCheckpointError)
         if isinstance(error, CheckpointNotFoundError) and (found.foreign is None or found.foreign.file):
             return None
-        return ListedCheckpoint(
-            folder=folder,
-            path=path,
-            step=step,
-            committed=True,
-            num_bytes=0,
-            format=own_format,
-            is_pinned=is_pinned,
-            problem=error.message,
-            is_refused=is_refused,
-        )
+        return replace(item, problem=error.message, is_refused=is_refused)
     metrics = {}
     if found.foreign is None:
         has_records = METRICS_FOLDER in entries
-        metrics = step_records.metrics_of(found.store, folder, info, has_records=has_records)
-    return ListedCheckpoint(
-        folder=folder,
-        path=path,
+        metrics = step_records.metrics_of(found.store, found.folder, info, has_records=has_records)
+    return replace(
+        item,
         step=info.step if step is None else step,
-        committed=True,
         num_bytes=info.num_bytes,
         num_tensors=info.num_tensors,
         world_size=info.world_size,
@@ -264,8 +258,7 @@ def read_checkpoint(
         save_id=info.save_id,
         format=info.format,
         metrics=metrics,
-        is_pinned=is_pinned,
-        leased_until=_lease_end(found.store, folder) if LEASES_FOLDER in entries else None,
+        leased_until=_lease_end(found.store, found.folder) if LEASES_FOLDER in entries else None,
     )
 
 

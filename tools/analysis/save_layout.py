@@ -41,7 +41,6 @@ class CompressedBytes(NamedTuple):
 
 
 def chunks_by_file(manifest: Manifest) -> list[int]:
-    """Counts the chunks of each file."""
     files = manifest.table.columns.files.astype(np.int64)
     counts: list[int] = np.bincount(files, minlength=len(manifest.files)).tolist()
     return counts

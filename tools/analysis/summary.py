@@ -247,7 +247,6 @@ def _entry_of(fqn: str) -> str:
 
 
 def _sum_by(group_of: np.ndarray, num_groups: int, column: np.ndarray) -> list[int]:
-    """Sums a column up by group."""
     # Each number fits into an int64; the sum of made-up numbers need not.
     is_safe = column.sum(dtype=np.float64) < 1 << 62
     sums = np.zeros(num_groups, np.int64 if is_safe else object)

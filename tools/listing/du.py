@@ -8,19 +8,15 @@ from contextlib import suppress
 import click
 
 from bytecheckpoint.errors import CheckpointNotFoundError
-from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint
-from bytecheckpoint.storage.open_store import open_store
 
 from .. import exit_codes
 from ..analysis.checkpoint_list import list_checkpoints, read_sole
 from ..arguments import AccessOptions, with_limit_option, with_output_options
 from ..completion.param_types import StoredPath
 from ..render.number_format import count_text, size_text
-from ..render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
+from ..render.terminal import LAST_DROP, NAME_STYLE, Column, Screen, TableShape, print_json, without
 from .space import CheckpointSpace, EntrySpace, space_of, spaces_of, sum_entries
 
-_DEFAULT_ROWS = 40
-_NAME = "bold cyan"
 _EXAMPLE = """\b
 Example:
   bcp du s3://bucket/run
@@ -34,7 +30,7 @@ def _size_or_dash(num_bytes: int) -> str:
 
 _CHECKPOINTS = TableShape(
     [
-        Column("checkpoint", style=_NAME),
+        Column("checkpoint", style=NAME_STYLE),
         Column("data", is_right=True, drop=1),
         Column("other", is_right=True, drop=2),
         Column("shared", is_right=True, drop=LAST_DROP),
@@ -50,7 +46,7 @@ _CHECKPOINTS = TableShape(
 )
 _ENTRIES = TableShape(
     [
-        Column("entry", style=_NAME),
+        Column("entry", style=NAME_STYLE),
         Column("size", is_right=True),
         Column("share", is_right=True, drop=1),
         Column("tied", is_right=True, drop=2),
@@ -61,7 +57,7 @@ _ENTRIES = TableShape(
 
 @click.command(epilog=_EXAMPLE)
 @click.argument("path", type=StoredPath())
-@with_limit_option(_DEFAULT_ROWS, "Print at most this many rows of a table; 0 for all.")
+@with_limit_option()
 @with_output_options
 def du(*, path: str, limit: int, access: AccessOptions, as_json: bool) -> int:
     """Add up the bytes of the checkpoints under PATH, or of the one that PATH is: by checkpoint, by top-level entry of
@@ -72,12 +68,12 @@ def du(*, path: str, limit: int, access: AccessOptions, as_json: bool) -> int:
     checkpoint stores; they are counted there. tied: what further names of tied tensors would take. Only manifests are
     read, and folders listed. Exit code 1 if a checkpoint is damaged.
     """
-    store = open_store(path, storage_options=access.storage_options, writer_threads=1)
+    store = access.open_root(path)
     spaces: list[CheckpointSpace] = []
     with suppress(CheckpointNotFoundError):  # a file may be a checkpoint too
         spaces = spaces_of(store, list_checkpoints(store).checkpoints)
     if not spaces:
-        found = find_checkpoint(path, "latest", Opening(access.storage_options))  # or raises with what is there instead
+        found = access.find(path)  # or raises with what is there instead
         spaces = [space_of(found, read_sole(found), found.store.list)]
     spaces.sort(key=lambda space: -space.stored_num_bytes)
     entries = sum_entries(spaces)

@@ -9,10 +9,8 @@ from datetime import UTC, datetime
 import click
 
 from bytecheckpoint.errors import CheckpointNotFoundError, and_more
-from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.storage import layout
-from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
 
 from .. import exit_codes
@@ -62,12 +60,12 @@ def ls(
     """
     if reverse and not sort:
         raise click.UsageError("--reverse is for --sort NAME")
-    store = open_store(root, storage_options=access.storage_options, writer_threads=1)
+    store = access.open_root(root)
     listing = CheckpointList([], [])
     with suppress(CheckpointNotFoundError):  # a file may be a checkpoint too
         listing = list_checkpoints(store)
     if not listing.checkpoints:
-        sole = find_checkpoint(root, "latest", Opening(access.storage_options))  # or raises with what is there instead
+        sole = access.find(root)  # or raises with what is there instead
         listing = CheckpointList([read_sole(sole)], listing.not_listed)
     if sort:
         in_order = sort_rows(listing.checkpoints, sort, is_reversed=reverse)

@@ -12,7 +12,7 @@ from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from ..analysis.checkpoint_list import ListedCheckpoint
 from ..render.metric_columns import MetricColumns, metric_text
 from ..render.number_format import age_text, count_text, size_text, time_text
-from ..render.terminal import LAST_DROP, Column, Screen
+from ..render.terminal import LAST_DROP, NAME_STYLE, Column, Screen
 
 
 class ListColumn(NamedTuple):
@@ -24,13 +24,9 @@ class ListColumn(NamedTuple):
     """Returns None for a checkpoint that has no such value: it stands last in any order."""
 
 
-def _number(value: int | None) -> str:
-    return "-" if value is None else count_text(value)
-
-
 _BEFORE_METRICS = {
     "step": ListColumn(
-        Column("step", is_right=True, style="bold cyan"),
+        Column("step", is_right=True, style=NAME_STYLE),
         lambda item, _: "-" if item.step is None else str(item.step),
         lambda item: item.step,
     ),
@@ -51,12 +47,12 @@ _BEFORE_METRICS = {
     ),
     "tensors": ListColumn(
         Column("tensors", is_right=True, drop=2),
-        lambda item, _: _number(item.num_tensors),
+        lambda item, _: count_text(item.num_tensors),
         lambda item: item.num_tensors,
     ),
     "ranks": ListColumn(
         Column("ranks", is_right=True, drop=3),
-        lambda item, _: _number(item.world_size),
+        lambda item, _: count_text(item.world_size),
         lambda item: item.world_size,
     ),
 }

@@ -17,7 +17,7 @@ from .. import exit_codes
 from ..arguments import AccessOptions, with_output_options
 from ..completion.param_types import StoredPath
 from ..render.number_format import count_text, size_text
-from ..render.terminal import LAST_DROP, Column, Screen, TableShape, print_json
+from ..render.terminal import LAST_DROP, NAME_STYLE, Column, Screen, TableShape, print_json
 
 _LS_EXAMPLE = """\b
 Example:
@@ -97,7 +97,7 @@ def _print(flushed: FlushedStep) -> None:
 
 def _table() -> TableShape:
     columns = [
-        Column("step", style="bold cyan", is_right=True, is_whole=True),
+        Column("step", style=NAME_STYLE, is_right=True, is_whole=True),
         Column("root", drop=LAST_DROP),
         Column("files here", is_right=True, drop=2),
         Column("size here", is_right=True),

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 import click
 
-from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint
 from bytecheckpoint.runtime.threads import map_jobs
-from bytecheckpoint.storage.open_store import open_store
 
 from .. import exit_codes
 from ..analysis.checkpoint_list import ListedCheckpoint, list_checkpoints
@@ -45,10 +43,10 @@ def report(*, root: str, out: str, access: AccessOptions, as_json: bool) -> int:
     ROOT may be a root of steps or a folder of runs; each run has a line of its own in the charts. Only manifests and
     the small objects beside them are read. Exit code 1 if a checkpoint is damaged.
     """
-    store = open_store(root, storage_options=access.storage_options, writer_threads=1)
+    store = access.open_root(root)
     listed = [item for item in list_checkpoints(store).checkpoints if item.committed]
     if not listed:
-        find_checkpoint(root, "latest", Opening(access.storage_options))  # raises with what is there instead
+        access.find(root)  # raises with what is there instead
 
     def row(item: ListedCheckpoint) -> RunRow:
         return RunRow(item, with_timings(store, item, is_replacement=False))

@@ -9,8 +9,7 @@ from typing import NoReturn
 import click
 
 from bytecheckpoint.errors import CheckpointNotFoundError, CheckpointSaveError, StorageError
-from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, Opening, find_checkpoint
-from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint
 from bytecheckpoint.storage.store import Store
 
 from .. import exit_codes
@@ -52,14 +51,14 @@ def watch(*, root: str, interval_s: float, once: bool, access: AccessOptions, as
     130; with --once, prints what is there and ends with exit code 0, 1 if a checkpoint is damaged, 3 if there is none.
     With --json, each checkpoint is one object in a line of its own; with --once, all are one object.
     """
-    store = open_store(root, storage_options=access.storage_options, writer_threads=1)
+    store = access.open_root(root)
     commits = CommitWatch(store)
     if once:
         found = [
             with_timings(store, commit.checkpoint, is_replacement=commit.is_replacement) for commit in commits.look()
         ]
         if not found:
-            _refuse_foreign(find_checkpoint(root, "latest", Opening(access.storage_options)))  # or raises what is there
+            _refuse_foreign(access.find(root))  # or raises what is there
         if as_json:
             print_json({"root": str(store), "checkpoints": found})
         else:

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from ..analysis.data_streams import DataDifference, DataRecord
 from .number_format import count_text
-from .terminal import LAST_DROP, Column, Screen, TableShape
-
-_NAME = "bold cyan"
+from .terminal import LAST_DROP, NAME_STYLE, Column, Screen, TableShape
 
 
 def print_data(screen: Screen, records: Sequence[DataRecord], *, limit: int) -> None:
@@ -44,19 +42,15 @@ def print_data_differences(screen: Screen, differences: Sequence[DataDifference]
         screen.line(f"  {found.fqn}: {text}{only_text}")
 
 
-def _number(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
-
-
 def _range(values: tuple[int, int] | None) -> str:
     if values is None:
         return "-"
-    return _number(values[0]) if values[0] == values[1] else f"{values[0]:,} to {values[1]:,}"
+    return count_text(values[0]) if values[0] == values[1] else f"{values[0]:,} to {values[1]:,}"
 
 
 _SOURCE_TABLE = TableShape(
     [
-        Column("source", style=_NAME),
+        Column("source", style=NAME_STYLE),
         Column("streams", is_right=True, drop=1),
         Column("epoch", is_right=True, drop=2),
         Column("position", is_right=True, drop=LAST_DROP),
@@ -67,12 +61,12 @@ _SOURCE_TABLE = TableShape(
         f"{total.num_streams:,}",
         _range(total.epochs),
         _range(total.positions),
-        _number(total.samples),
+        count_text(total.samples),
     ],
 )
 _STREAM_TABLE = TableShape(
     [
-        Column("stream", style=_NAME),
+        Column("stream", style=NAME_STYLE),
         Column("source", drop=2),
         Column("rank", is_right=True, drop=1),
         Column("epoch", is_right=True, drop=3),
@@ -82,9 +76,9 @@ _STREAM_TABLE = TableShape(
     lambda row: [
         row.id,
         row.source or "-",
-        _number(row.owner),
-        _number(row.epoch),
-        _number(row.position),
-        _number(row.samples),
+        count_text(row.owner),
+        count_text(row.epoch),
+        count_text(row.position),
+        count_text(row.samples),
     ],
 )

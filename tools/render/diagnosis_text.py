@@ -10,13 +10,13 @@ from ..analysis.diagnosis.checkpoint_diagnosis import CheckpointDiagnosis, Neigh
 from ..analysis.diagnosis.entries import Part
 from ..analysis.diagnosis.load_code import LoadCode
 from .number_format import count_text, size_text
-from .terminal import LAST_DROP, Column, Screen, TableShape
+from .terminal import LAST_DROP, NAME_STYLE, Column, Screen, TableShape
 
 _MAX_NEIGHBOURS = 20
 _NUM_NAMED = 3
 _PARTS = TableShape(
     [
-        Column("part", style="bold cyan"),
+        Column("part", style=NAME_STYLE),
         Column("tensors", is_right=True, drop=2),
         Column("size", is_right=True, drop=1),
         Column("holds", drop=LAST_DROP),
@@ -26,7 +26,7 @@ _PARTS = TableShape(
 )
 _NEIGHBOURS = TableShape(
     [
-        Column("checkpoint", style="bold cyan"),
+        Column("checkpoint", style=NAME_STYLE),
         Column("step", is_right=True, drop=1),
         Column("format", is_whole=True),
         Column(""),

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from ..analysis.value_difference import larger
 from .number_format import count_text, left_out_text, number_text, rate_text, shape_text, shortened, size_text
-from .terminal import LAST_DROP, Column, Screen, TableShape
+from .terminal import LAST_DROP, NAME_STYLE, Column, Screen, TableShape
 
 if TYPE_CHECKING:
     from bytecheckpoint.loading.select import LeftOut
 
     from ..analysis.checkpoint_diff import CheckpointDiff, TensorDifference
 
-_NAME = "bold cyan"
 _MAX_VALUE_TEXT = 60
 _MORE = ": --limit 0 shows all"
 
@@ -86,12 +85,14 @@ def _work(result: CheckpointDiff) -> str:
 
 def _print_names(screen: Screen, title: str, names: Sequence[str], limit: int) -> None:
     if names:
-        screen.section(TableShape([Column(title, style=_NAME)], lambda name: [name]), names, limit=limit, rest=_MORE)
+        screen.section(
+            TableShape([Column(title, style=NAME_STYLE)], lambda name: [name]), names, limit=limit, rest=_MORE
+        )
 
 
 _KIND_TABLE = TableShape(
     [
-        Column("tensor", style=_NAME),
+        Column("tensor", style=NAME_STYLE),
         *(
             Column(name, is_whole=True, drop=LAST_DROP + order)
             for order, name in enumerate(("dtype A", "dtype B", "shape A", "shape B"))
@@ -128,7 +129,7 @@ def _value_text(text: str) -> str:
 
 _VALUE_TABLE = TableShape(
     [
-        Column("tensor", style=_NAME),
+        Column("tensor", style=NAME_STYLE),
         Column("differing", is_right=True),
         Column("of", is_right=True, drop=2),
         Column("max abs", is_right=True),
@@ -141,7 +142,7 @@ _VALUE_TABLE = TableShape(
     _value_cells,
 )
 _OBJECT_TABLE = TableShape(
-    [Column("plain value", style=_NAME), Column("rank", is_right=True), Column("A"), Column("B")],
+    [Column("plain value", style=NAME_STYLE), Column("rank", is_right=True), Column("A"), Column("B")],
     lambda item: [
         item.fqn,
         "" if item.rank is None else str(item.rank),

@@ -43,7 +43,6 @@ class MetricColumns(NamedTuple):
         return cls(names[:num_shown], names[num_shown:], columns)
 
     def cells(self, metrics: Mapping[str, float]) -> list[str]:
-        """Returns the cells of one checkpoint."""
         return [metric_text(metrics.get(name)) for name in self.names]
 
     def print_rest(self, screen: Screen) -> None:

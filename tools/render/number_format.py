@@ -27,8 +27,10 @@ def rate_text(num_bytes: float, seconds: float = 1.0) -> str:
     return f"{size_text(num_bytes / max(seconds, 1e-9))}/s"
 
 
-def count_text(number: int, noun: str = "") -> str:
-    """Returns `1,234 tensors`, `1 tensor`."""
+def count_text(number: int | None, noun: str = "") -> str:
+    """Returns `1,234 tensors`, `1 tensor`; `-` for None."""
+    if number is None:
+        return "-"
     return f"{number:,}" + (f" {noun}" + "s" * (number != 1) if noun else "")
 
 

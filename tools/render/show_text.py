@@ -16,12 +16,11 @@ from ..analysis.summary import ManifestSummary, TensorEntry
 from ..arguments import Opened
 from .chunk_map import MAX_COLUMNS, MAX_ROWS, NUM_LETTERS, axes_text, letter_of, lines_of, map_chunks
 from .number_format import age_text, count_text, number_text, shape_text, short_count, shortened, size_text, time_text
-from .terminal import LAST_DROP, Column, Screen, TableShape
+from .terminal import LAST_DROP, NAME_STYLE, Column, Screen, TableShape
 
 if TYPE_CHECKING:
     from ..analysis.tensor_stats import TensorStats
 
-_NAME = "bold cyan"
 _MAX_VALUE_TEXT = 100
 _MAX_SUMMARY_ROWS = 20
 _STATS_DROP = {"min": 0, "max": 0, "mean": 6, "std": 4, "NaN": 0, "Inf": 5, "zeros": 3}
@@ -29,7 +28,7 @@ _STATS_DROP = {"min": 0, "max": 0, "mean": 6, "std": 4, "NaN": 0, "Inf": 5, "zer
 _STATS_COLUMNS = [Column(name, is_right=True, drop=drop) for name, drop in _STATS_DROP.items()]
 TREE_TABLE = TableShape(
     [
-        Column("module", style=_NAME),
+        Column("module", style=NAME_STYLE),
         Column("tensors", is_right=True, drop=1),
         Column("dtype", is_whole=True, drop=3),
         Column("shape", is_whole=True, drop=4),
@@ -41,7 +40,7 @@ TREE_TABLE = TableShape(
 """Table of the rows that `tree_rows` makes."""
 FILE_TABLE = TableShape(
     [
-        Column("file", style=_NAME),
+        Column("file", style=NAME_STYLE),
         Column("size", is_right=True),
         Column("chunks", is_right=True, drop=2),
         Column("checksums", is_right=True, drop=1),
@@ -50,7 +49,7 @@ FILE_TABLE = TableShape(
 )
 OBJECT_TABLE = TableShape(
     [
-        Column("object", style=_NAME),
+        Column("object", style=NAME_STYLE),
         Column("rank", is_right=True),
         Column("type", style="dim", drop=1),
         Column("value"),
@@ -129,7 +128,7 @@ def tables_of_totals(summary: ManifestSummary) -> list[tuple[TableShape, Sequenc
 
     def shape(titles: Sequence[str], count_of: str) -> TableShape:
         columns = [
-            Column(titles[0], style=_NAME),
+            Column(titles[0], style=NAME_STYLE),
             *(Column(title, is_right=True, drop=drop) for title, drop in zip(titles[1:], (1, 2, 0), strict=True)),
         ]
         return TableShape(
@@ -153,7 +152,7 @@ def tables_of_totals(summary: ManifestSummary) -> list[tuple[TableShape, Sequenc
 def tensor_table(stats: Mapping[str, TensorStats] | None) -> TableShape:
     numbers = [Column("size", is_right=True)] if stats is None else _STATS_COLUMNS
     columns = [
-        Column("tensor", style=_NAME),
+        Column("tensor", style=NAME_STYLE),
         Column("dtype", is_whole=True, drop=1),
         Column("shape", is_whole=True, drop=2),
         *numbers,
@@ -225,7 +224,7 @@ def print_in_depth(
 def _print_tensor(
     screen: Screen, tensor: TensorEntry, summary: ManifestSummary, stats: Mapping[str, TensorStats] | None
 ) -> None:
-    screen.paragraph(tensor.fqn, style=_NAME)
+    screen.paragraph(tensor.fqn, style=NAME_STYLE)
     covers = "" if summary.is_covered_once(tensor) else ", which do NOT cover it exactly once: see bcp verify"
     size = f"tied to {tensor.alias_of}, stored there" if tensor.alias_of else size_text(tensor.num_bytes)
     screen.fields(

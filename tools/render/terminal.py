@@ -24,6 +24,8 @@ _FULL_TEXT = 24
 _LEAST_TEXT = 8
 LAST_DROP = 100
 """Columns with this order or a later one are dropped only if texts at their least width leave no room for them."""
+NAME_STYLE = "bold cyan"
+"""Style of the column that names what a row is about."""
 
 
 class Column(NamedTuple):

@@ -26,9 +26,8 @@ from bytecheckpoint.errors import and_more
 
 from ..arguments import Opened
 from .number_format import count_text, rate_text, shortened, size_text, time_text
-from .terminal import LAST_DROP, Column, Screen, StyledCell, TableShape
+from .terminal import LAST_DROP, NAME_STYLE, Column, Screen, StyledCell, TableShape
 
-_NAME = "bold cyan"
 _SHADES = " ░▒▓█"
 _SHADE_WIDTH = 4
 _HEAT = ("", "yellow", "dark_orange", "red", "bold red")
@@ -94,7 +93,7 @@ def seconds_text(seconds: float) -> str:
 
 PHASE_TABLE = TableShape(
     [
-        Column("phase", style=_NAME),
+        Column("phase", style=NAME_STYLE),
         Column("fastest", is_right=True, drop=1),
         Column("median", is_right=True, drop=2),
         Column("slowest", is_right=True),
@@ -108,7 +107,7 @@ PHASE_TABLE = TableShape(
 )
 SLOW_TABLE = TableShape(
     [
-        Column("last ranks", is_right=True, style=_NAME),
+        Column("last ranks", is_right=True, style=NAME_STYLE),
         Column("through after", is_right=True, drop=2),
         Column("slow in"),
         Column("for", is_right=True),
@@ -129,7 +128,7 @@ SLOW_TABLE = TableShape(
 def _print_heat_map(screen: Screen, rows: Sequence[RankRow], phases: Sequence[Phase], num_ranks: int) -> None:
     by_duration = sorted(range(len(phases)), key=lambda number: phases[number].max_s)
     columns = [
-        Column("rank", is_right=True, style=_NAME),
+        Column("rank", is_right=True, style=NAME_STYLE),
         *(
             # The shortest phase is the least important one, and the longest stays.
             Column(

@@ -71,14 +71,14 @@ class ResumedPass:
     prepared: Callable[[], Any]
     """Weak reference to the prepared loader."""
     shared: Mapping[str, Any]
-    stream: Mapping[str, Any] | None
-    """State of this rank; None if the checkpoint is of another number of ranks."""
-    order: dict[str, Any] | None
-    """Generators as they were when the saved pass began; None if the save was made between passes."""
-    num_to_skip: int
-    """Batches that the loader itself is to leave out."""
     restore_rng: Callable[[], object] | None
     """Sets the random state; only for the loader that was being read when the save was made."""
+    stream: Mapping[str, Any] | None = None
+    """State of this rank; None if the checkpoint is of another number of ranks."""
+    order: dict[str, Any] | None = None
+    """Generators as they were when the saved pass began; None if the save was made between passes."""
+    num_to_skip: int = 0
+    """Batches that the loader itself is to leave out."""
 
 
 PASSES: MutableMapping[Any, LoaderPass] = weakref.WeakKeyDictionary()
@@ -135,7 +135,6 @@ class _SamplingNoted:
         return RandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples, generator)
 
     def close(self) -> None:
-        """Puts the sampler back."""
         if self._batches is not None:
             self._batches.sampler = self._sampler
             self._batches = None

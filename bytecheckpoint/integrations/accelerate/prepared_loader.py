@@ -90,7 +90,6 @@ class PreparedLoader:
             )
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Keeps the state for `go_on`."""
         self._loaded_state = streams, shared
 
     def go_on(self, name: str, restore_rng: Callable[[], object] | None) -> None:
@@ -175,14 +174,7 @@ def current_loader(accelerator: Any) -> Any:
 
 def restore_after_first_batch(loader: Any, restore_rng: Callable[[], object]) -> None:
     """Calls `restore_rng` when the next pass over a loader of `bcp.data.Streams` has given its first batch."""
-    RESUMES[core_of(loader)] = ResumedPass(
-        prepared=weakref.ref(loader),
-        shared={"batches": 0},
-        stream=None,
-        order=None,
-        num_to_skip=0,
-        restore_rng=restore_rng,
-    )
+    RESUMES[core_of(loader)] = ResumedPass(weakref.ref(loader), {"batches": 0}, restore_rng)
 
 
 def _id_of(rank: int) -> str:

@@ -101,9 +101,10 @@ def save_state(
         def note_save() -> FolderRecord:
             return _folders_of(accelerator, root, arguments).record(project.iteration)
 
-        record = _decide(root, arguments, SaveOptions(), note_save, FolderRecord)
+        decisions = _decisions(root, arguments, SaveOptions)
+        record = decisions.decide_together("looking at the checkpoints", note_save, FolderRecord)
         arguments["metadata"] = {**(arguments.get("metadata") or {}), **record.as_metadata()}
-    models = _models_to_save(accelerator, place, _decisions(place, arguments, SaveOptions()))
+    models = _models_to_save(accelerator, place, _decisions(place, arguments, SaveOptions))
     state = _state_of(accelerator, models, loads=False)
     arguments["metadata"] = marked("accelerate", arguments.get("metadata"))
     with _parameters_named(accelerator, models):
@@ -139,7 +140,7 @@ def load_state(accelerator: Any, path: str | os.PathLike[str] | None = None, **a
     """
     _refuse_backend(accelerator)
     place, following = _newest(_project_root(accelerator), arguments) if path is None else (os.fspath(path), None)
-    models = _models_to_load(accelerator, place, _decisions(place, arguments, LoadOptions()))
+    models = _models_to_load(accelerator, place, _decisions(place, arguments, LoadOptions))
     if not accelerator._models:  # before prepare(): an empty one refuses the weights that would be left out silently
         models[0] = nn.Module()
     state = _state_of(accelerator, models, loads=True)
@@ -279,13 +280,8 @@ def _project_root(accelerator: Any) -> str:
     return join_name(os.fspath(project.project_dir), "checkpoints")
 
 
-def _decide(root: str, arguments: Mapping[str, Any], default: SaveOptions | LoadOptions, decide: Any, kind: Any) -> Any:
-    """Returns on all ranks what rank 0 finds in the project; an error of it is raised by all."""
-    return _decisions(root, arguments, default).decide_together("looking at the checkpoints", decide, kind)
-
-
-def _decisions(path: str, arguments: Mapping[str, Any], default: SaveOptions | LoadOptions) -> Decisions:
-    timeout_s = given_or_default(arguments.get("options"), type(default)).timeout_s
+def _decisions(path: str, arguments: Mapping[str, Any], kind: type[SaveOptions | LoadOptions]) -> Decisions:
+    timeout_s = given_or_default(arguments.get("options"), kind).timeout_s
     return Decisions(arguments.get("process_group"), path, timeout_s=timeout_s)
 
 
@@ -321,7 +317,8 @@ def _newest(root: str, arguments: Mapping[str, Any]) -> tuple[str, int]:
         numbers = itertools.count(committed[-1].number + 1)
         return committed[-1].path, next(number for number in numbers if number not in folders.damaged)
 
-    found: tuple[str, int] = _decide(root, arguments, LoadOptions(), find, tuple[str, int])
+    decisions = _decisions(root, arguments, LoadOptions)
+    found = decisions.decide_together("looking at the checkpoints", find, tuple[str, int])
     if not found[0]:
         raise CheckpointNotFoundError(
             f"{showable_url(root)} holds no committed checkpoint_<number> that save_state has written; nothing was "

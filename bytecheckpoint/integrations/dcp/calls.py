@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -30,7 +30,6 @@ from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.integrations.dcp.conflicts import OnConflict
 from bytecheckpoint.integrations.dcp.storage import (
     LOAD_PLANNER_ADVICE,
-    SAVE_PLANNER_ADVICE,
     BcpStorageReader,
     BcpStorageWriter,
     PathLike,
@@ -86,8 +85,8 @@ def save(
     place = _place(BcpStorageWriter, storage_writer, checkpoint_id, storage_options)
     options = _save_options(storage_writer, options)
     with _ranks_of(process_group, storage_writer, no_dist=no_dist) as group:
-        handle = _begin(
-            state_dict,
+        handle = begin_save(
+            _shown(state_dict),
             place,
             planner=planner,
             process_group=group,
@@ -95,7 +94,8 @@ def save(
             on_conflict=on_conflict,
             is_async=False,
         )
-        return _metadata_of(handle.result().path, place.storage_options, group, timeout_s=options.timeout_s)
+        saved = place._replace(root=handle.result().path, step=None)
+        return _metadata_of(saved, group, timeout_s=options.timeout_s)
 
 
 def async_save(
@@ -137,8 +137,8 @@ def async_save(
     if is_staged_later and options.snapshot == "auto":
         options = replace(options, snapshot="lazy")
     with _ranks_of(process_group, storage_writer, no_dist=no_dist) as group:
-        handle = _begin(
-            state_dict,
+        handle = begin_save(
+            _shown(state_dict),
             place,
             planner=planner,
             process_group=group,
@@ -201,12 +201,8 @@ def load(
             "auto",
             step="latest",
             strict=True,
-            key_map=None,
-            include=None,
-            exclude=None,
             cast=True,
             process_group=group,
-            role=None,
             storage_options=place.storage_options,
             options=options,
             ignored=ignored,
@@ -299,31 +295,6 @@ def _place(
     return LoadTarget(os.fspath(path), "latest", storage_options if storage_options is not None else of_plug_in)
 
 
-def _begin(
-    state_dict: Mapping[str, Any],
-    place: LoadTarget,
-    *,
-    planner: SavePlanner | None,
-    process_group: dist.ProcessGroup | None,
-    options: SaveOptions,
-    on_conflict: OnConflict,
-    is_async: bool,
-) -> SaveHandle:
-    if planner is not None:
-        refuse_other(DefaultSavePlanner, planner, SAVE_PLANNER_ADVICE)
-    if on_conflict not in {"per_rank", "error"}:
-        raise ValueError(f"on_conflict takes 'per_rank' or 'error', not {on_conflict!r}")
-    return begin_save(
-        _shown(state_dict),
-        place.root,
-        process_group=process_group,
-        storage_options=place.storage_options,
-        options=options,
-        on_conflict=on_conflict,
-        is_async=is_async,
-    )
-
-
 def _save_options(writer: object, options: SaveOptions | None) -> SaveOptions:
     """Returns the options of the call, or those of the writer if the call has none, changed as the keywords of the
     writer say. Without a keyword `overwrite`, that option is True.
@@ -347,20 +318,14 @@ def _ranks_of(
         yield alone or process_group or of_writer
 
 
-def _metadata_of(
-    path: str,
-    storage_options: Mapping[str, Any] | None,
-    process_group: dist.ProcessGroup | None,
-    *,
-    timeout_s: float,
-) -> Metadata:
-    """Returns the checkpoint at `path`, which was just committed, as DCP describes it; read by one rank for all."""
-    about = Subject(path, None, is_save=True)
+def _metadata_of(saved: LoadTarget, process_group: dist.ProcessGroup | None, *, timeout_s: float) -> Metadata:
+    """Returns a checkpoint that was just committed as DCP describes it; read by one rank for all."""
+    about = Subject(saved.root, None, is_save=True)
     ranks = join_ranks(process_group, timeout_s, about=about)
     with together(ranks, "reading what was saved", about=about):
-        source = open_together(ranks, LoadTarget(path, None, storage_options), LoadOptions(timeout_s=timeout_s))
+        source = open_together(ranks, saved, LoadOptions(timeout_s=timeout_s))
     ranks.close()
-    return flattened(source.manifest, path, rank=0).metadata
+    return flattened(source.manifest, saved.root, rank=0).metadata
 
 
 def _shown(state_dict: Mapping[str, Any]) -> dict[str, Any]:

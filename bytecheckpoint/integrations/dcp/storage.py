@@ -154,7 +154,6 @@ class BcpStorageWriter(StorageWriter):
         self._uses_collectives = True
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
-        """Takes the path of the next checkpoint, if one is given."""
         self.path = self.path if checkpoint_id is None else checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - torch's signature
@@ -193,9 +192,9 @@ class BcpStorageWriter(StorageWriter):
         with alone_group(is_alone=self._uses_collectives and num_ranks == 1) as own_group:
             handle = begin_save(
                 state,
-                self.path,
+                LoadTarget(os.fspath(self.path), None, self.storage_options),
+                planner=planner,
                 process_group=own_group or group,
-                storage_options=self.storage_options,
                 options=self.options,
                 on_conflict="per_rank",
                 is_async=False,
@@ -210,41 +209,42 @@ class BcpStorageWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """Returns True for any path or URL."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def storage_meta(self) -> StorageMeta | None:
-        """Returns the path, for the metadata that dcp.save returns."""
         return StorageMeta(checkpoint_id=self.path)
 
 
 def begin_save(
     state: Mapping[str, Any],
-    path: PathLike,
+    place: LoadTarget,
     *,
+    planner: SavePlanner | None,
     process_group: dist.ProcessGroup | None,
-    storage_options: Mapping[str, Any] | None,
     options: SaveOptions,
     on_conflict: OnConflict,
     is_async: bool,
 ) -> SaveHandle:
     """Saves a state whose Stateful values were replaced by their state_dict(). Values that differ between ranks are
     saved for each rank, or refused, as `on_conflict` says.
+
+    Raises CheckpointMismatchError (conflict) for a planner other than None or a DefaultSavePlanner.
     """
+    if planner is not None:
+        refuse_other(DefaultSavePlanner, planner, SAVE_PLANNER_ADVICE)
+    if on_conflict not in {"per_rank", "error"}:
+        raise ValueError(f"on_conflict takes 'per_rank' or 'error', not {on_conflict!r}")
+    timeout_s = options.timeout_s
     kept = mark_differing(
-        state,
-        path=str(path),
-        process_group=process_group,
-        timeout_s=options.timeout_s,
-        on_conflict=on_conflict,
+        state, path=place.root, process_group=process_group, timeout_s=timeout_s, on_conflict=on_conflict
     )
     return api.save(
-        path,
+        place.root,
         kept,
         async_save=is_async,
         process_group=process_group,
         metadata=marked("dcp"),
-        storage_options=storage_options,
+        storage_options=place.storage_options,
         options=options,
     )
 
@@ -276,7 +276,6 @@ class BcpStorageReader(StorageReader):
         self._found: FlatCheckpoint | None = None
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
-        """Takes the path of the next checkpoint, if one is given."""
         self.path = self.path if checkpoint_id is None else checkpoint_id
         self._source = self._found = None
 
@@ -295,11 +294,9 @@ class BcpStorageReader(StorageReader):
         """Does nothing: `read_metadata` has opened the checkpoint."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Returns the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Returns the plans as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -322,7 +319,6 @@ class BcpStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """Returns True for any path or URL."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
 

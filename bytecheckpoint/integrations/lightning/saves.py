@@ -15,11 +15,10 @@ import fsspec
 
 from bytecheckpoint import api
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
-from bytecheckpoint.integrations.shared.save_outcome import has_failed
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manager.agreement.stopping import rank_in
 from bytecheckpoint.manager.cool_down import copy_step
-from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.saving.handle import SaveHandle, has_failed
 from bytecheckpoint.storage import garbage, layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.open_store import is_plain_path, open_store

@@ -180,7 +180,6 @@ def numbered_folders(folder: TrackedFolder) -> NumberedFolders:
 
 
 def name_of(iteration: int) -> str:
-    """Returns the name of a checkpoint's folder."""
     return f"{_PREFIX}{iteration:0{_WIDTH}}"
 
 

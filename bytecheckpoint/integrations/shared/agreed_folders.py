@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import NoneType
+from typing import TypeVar
 
 from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolders
 from bytecheckpoint.manager.agreement.decisions import Decisions
 
+T = TypeVar("T")
 
-def on_rank_0(decisions: Decisions, make: Callable[[], NumberedFolders]) -> NumberedFolders | None:
-    """Calls `make`, which looks at the folders, on rank 0, and returns its result there; returns None on other ranks.
-    If it fails, all ranks raise its error.
+
+def on_rank_0(
+    decisions: Decisions, act: Callable[[], T], *, doing: str = "looking at the checkpoints of the run"
+) -> T | None:
+    """Calls `act` on rank 0, and returns its result there; returns None on other ranks. If it fails, all ranks raise
+    its error.
     """
-    made: list[NumberedFolders] = []
-
-    def look() -> bool:
-        made.append(make())
-        return True
-
-    decisions.decide_together("looking at the checkpoints of the run", look, bool)
+    made: list[T] = []
+    decisions.decide_together(doing, lambda: made.append(act()), NoneType)
     return made[0] if made else None
 
 

@@ -25,10 +25,9 @@ from bytecheckpoint.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.integrations.shared.save_outcome import has_failed
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.retention import JOURNAL_FOLDER, delete_one, finish_deletions
-from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.saving.handle import SaveHandle, has_failed
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.deletion import LEASES_FOLDER, METRICS_FOLDER
@@ -59,7 +58,6 @@ class FolderRecord(msgspec.Struct, frozen=True, kw_only=True):
     model_only: bool = False
 
     def as_metadata(self) -> dict[str, Any]:
-        """Returns the record as metadata for its checkpoint."""
         return {_RECORD: msgspec.to_builtins(self)}
 
 
@@ -126,7 +124,6 @@ class NumberedFolders:
         self._pid = os.getpid()
 
     def path_of(self, number: int) -> str:
-        """Returns the path or URL of a checkpoint."""
         return join_name(self.root, f"{self._prefix}{number:0{self._width}}", self._below)
 
     def numbers(self) -> list[int]:
@@ -151,10 +148,7 @@ class NumberedFolders:
 
         With `to_load`, raises the error of the damaged checkpoint with the highest number if all are damaged.
         """
-        found = []
-        for number in self.numbers():
-            folder = self.find(number)
-            found += [] if folder is None else [folder]
+        found = [folder for folder in map(self.find, self.numbers()) if folder is not None]
         if to_load and not found and self.damaged:
             raise self.damaged[max(self.damaged)]
         return sorted(

@@ -42,7 +42,6 @@ class TrackedFolder(NamedTuple):
     timeout_s: float
 
     def path_of(self, name: str) -> str:
-        """Returns the path or URL of one checkpoint."""
         return join_name(self.root, name)
 
     def shown(self, name: str = "") -> str:
@@ -75,7 +74,6 @@ class TrackedFolder(NamedTuple):
             step=None,
             async_save=async_save,
             process_group=None,
-            role=None,
             metadata=metadata,
             storage_options=self.storage_options,
             options=replace(options, overwrite=True),
@@ -91,7 +89,6 @@ class TrackedFolder(NamedTuple):
 
     @property
     def decisions(self) -> Decisions:
-        """Decisions of rank 0 about the folder."""
         return Decisions(None, self.shown(), timeout_s=self.timeout_s)
 
     def read(self, *, content: str) -> str | None:

@@ -47,7 +47,6 @@ class TrainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     def as_metadata(self) -> dict[str, Any]:
-        """Returns the record as metadata for its checkpoint."""
         return {_RECORD: msgspec.to_builtins(self)}
 
     def without_state(self) -> TrainerRecord:

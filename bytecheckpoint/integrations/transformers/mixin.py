@@ -36,8 +36,7 @@ try:
     from transformers import Trainer
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
-    from bytecheckpoint.integrations.transformers.beside_files import beside_files
-    from bytecheckpoint.integrations.transformers.saves import Limit, TrainerSaves
+    from bytecheckpoint.integrations.transformers.saves import Limit, TrainerSaves, beside_files
     from bytecheckpoint.integrations.transformers.train_loader import PassOrder, RestOfPass, train_loader_state
 except ImportError as error:
     raise missing_framework("transformers", "transformers[torch] >= 5.23") from error
@@ -167,7 +166,6 @@ class BcpTrainerMixin(Trainer):
         return found
 
     def _bcp_decide_together(self, doing: str, find: Callable[[], Resume]) -> Resume:
-        """Returns on all ranks what rank 0 finds."""
         decisions = Decisions(None, self.args.output_dir, timeout_s=self.bcp_options.timeout_s)
         return decisions.decide_together(doing, find, Resume)
 

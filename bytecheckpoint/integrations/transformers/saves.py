@@ -4,22 +4,23 @@ to the folder, and after the commit it deletes old checkpoints in the background
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from transformers.trainer_callback import ExportableState
 
 from bytecheckpoint import api
 from bytecheckpoint.integrations.shared.agreed_folders import on_rank_0
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders
-from bytecheckpoint.integrations.shared.save_outcome import has_failed
 from bytecheckpoint.integrations.shared.text_file import write_text
-from bytecheckpoint.integrations.transformers.beside_files import BesideFiles
 from bytecheckpoint.integrations.transformers.folders import (
     CONFIG,
     TRAINER_STATE,
@@ -30,9 +31,19 @@ from bytecheckpoint.integrations.transformers.folders import (
 )
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import SaveOptions
-from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.saving.handle import SaveHandle, has_failed
 
 logger = logging.getLogger("bytecheckpoint")
+
+
+class BesideFiles(NamedTuple):
+    """Contents of the files that rank 0 adds to the folder of a checkpoint, and the position for its record."""
+
+    trainer_state: str
+    config: str
+    """Empty for a model without a configuration."""
+    position: tuple[int, int] | None
+    """As in TrainerRecord."""
 
 
 class Limit(NamedTuple):
@@ -105,9 +116,9 @@ class TrainerSaves:
         are deleted in the background. Raises what `bytecheckpoint.save` raises.
         """
         self.newest_path = path
-        number, records = int(Path(path).name.rpartition("-")[2]), list[TrainerRecord]()
+        number = int(Path(path).name.rpartition("-")[2])
 
-        def write_beside() -> bool:
+        def write_beside() -> TrainerRecord:
             if self._folders is None:
                 raise RuntimeError("rank 0 writes")
             sequence = self._folders.record(number).sequence
@@ -119,23 +130,21 @@ class TrainerSaves:
                 logger.info("%s is saved again, and replaces the checkpoint that is there", path)
             else:  # a checkpoint that is replaced keeps its state of the Trainer until the commit
                 write_text(Path(path, TRAINER_STATE), beside.trainer_state)
-            record = TrainerRecord(
+            return TrainerRecord(
                 sequence=sequence,
                 entries=sorted(state),
                 trainer_state=beside.trainer_state,
                 adapters_only=adapters_only,
                 position=beside.position,
             )
-            records.append(record)
-            return True
 
-        self._decisions.decide_together("preparing a checkpoint", write_beside, bool)
-        metadata = marked("transformers", records[0].as_metadata() if records else None)  # that of rank 0 counts
-        options = replace(options, overwrite=True)
+        record = on_rank_0(self._decisions, write_beside, doing="preparing a checkpoint")
+        metadata = marked("transformers", None if record is None else record.as_metadata())  # that of rank 0 counts
+        options = dataclasses.replace(options, overwrite=True)
         handle = api.save(path, state, async_save=async_save, metadata=metadata, options=options)
         self._handle = handle
-        if records and self._folders is not None:
-            handle.add_done_callback(lambda ended: _put_beside(ended, path, records[0]))
+        if record is not None and self._folders is not None:
+            handle.add_done_callback(lambda ended: _put_beside(ended, path, record))
             is_limited = limit.num_kept is not None and limit.num_kept > 0
             self._folders.retire_after(handle, number, partial(self._beyond, limit, path) if is_limited else None)
 
@@ -165,6 +174,26 @@ class TrainerSaves:
             logger.warning("no checkpoint is deleted, because the best one, %s, is not committed in this run", path)
             return []
         return others
+
+
+def beside_files(trainer: Any, *, steps_in_pass: int) -> BesideFiles:
+    """Returns what a save of the Trainer adds now. Puts the states of its callbacks into its state first.
+
+    `steps_in_pass` is the number of batches that the Trainer takes for one pass over a loader without a length; 0 if
+    the loader has one.
+    """
+    exported: dict[str, list[Any]] = {}
+    for callback in (*trainer.callback_handler.callbacks, trainer.control):
+        if isinstance(callback, ExportableState):
+            exported.setdefault(type(callback).__name__, []).append(callback.state())
+    trainer.state.stateful_callbacks = {
+        name: states[0] if len(states) == 1 else states for name, states in exported.items()
+    }
+    text = json.dumps(dataclasses.asdict(trainer.state), indent=2, sort_keys=True) + "\n"
+    as_json = getattr(getattr(trainer.model, "config", None), "to_json_string", None)
+    passes, part = divmod(trainer.state.epoch or 0.0, 1)
+    position = (int(passes), round(part * steps_in_pass)) if steps_in_pass else None
+    return BesideFiles(text, as_json() if as_json is not None else "", position)
 
 
 def _begun(run_dir: str, resumed: str) -> NumberedFolders:

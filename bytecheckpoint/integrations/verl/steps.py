@@ -22,12 +22,11 @@ from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundErr
 from bytecheckpoint.integrations.shared.agreed_folders import on_rank_0, record_together
 from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolder, NumberedFolders
-from bytecheckpoint.integrations.shared.save_outcome import has_failed
 from bytecheckpoint.integrations.shared.text_file import write_text
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.runtime.threads import shared_threads
-from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.saving.handle import SaveHandle, has_failed
 from bytecheckpoint.storage.layout import MANIFEST_NAME
 
 logger = logging.getLogger("bytecheckpoint")
@@ -232,7 +231,6 @@ def tracked_step(tracker: Path) -> int | None:
 
 
 def metadata_of(local_path: str) -> Mapping[str, Any]:
-    """Returns the metadata of a committed checkpoint."""
     with api.open(local_path, step=None) as checkpoint:
         return checkpoint.metadata
 

@@ -24,7 +24,6 @@ class OngoingSaves:
         self._ended_at = -math.inf
 
     def begin(self) -> None:
-        """Notes that a save begins."""
         with self._changed:
             self._num += 1
 
@@ -37,7 +36,6 @@ class OngoingSaves:
 
     @property
     def is_any(self) -> bool:
-        """True while a save is in flight."""
         return self._num > 0
 
     @property

@@ -65,18 +65,14 @@ class StepMarks(NamedTuple):
     clock: StorageClock
 
     def report(self, step: int, *, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to the step."""
-        checked = checked_metrics(metrics)
-        step_records.report(self.store, step_folder(step), checked, time=self.clock.now())
+        checked = step_records.report(self.store, step_folder(step), metrics, time=self.clock.now())
         self.background.note(StepChange(step, metrics=checked))
 
     def pin(self, step: int) -> None:
-        """Pins the step."""
         step_records.pin(self.store, step_folder(step), time=self.clock.now())
         self.background.note(StepChange(step, pinned=True))
 
     def unpin(self, step: int) -> None:
-        """Removes the pin."""
         step_records.unpin(self.store, step_folder(step))
         self.background.note(StepChange(step, pinned=False))
 
@@ -88,7 +84,6 @@ class StepMarks(NamedTuple):
 
 
 def refuse_read_only(root: str) -> None:
-    """Raises the StorageError of a manager that only reads."""
     raise StorageError(
         f"the manager of {root} is read-only; nothing was written: create it without "
         "ManagerOptions(read_only=True); it then takes over the root",
@@ -106,14 +101,3 @@ def _checked_seconds(seconds: object) -> float:
             kind="conflict",
         )
     return given
-
-
-def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics as plain floats. Raises CheckpointMismatchError (conflict), which is a ValueError, for what
-    is no mapping of names to numbers.
-    """
-    try:
-        return step_records.check_metrics(metrics)
-    except (ValueError, AttributeError) as error:
-        message = str(error) if isinstance(error, ValueError) else f"metrics are a mapping, not {metrics!r:.100}"
-        raise CheckpointMismatchError(message, kind="conflict") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from typing import NamedTuple
 
 from bytecheckpoint.manager import save_policies
 from bytecheckpoint.manager.agreement.decisions import Decisions
@@ -16,24 +17,15 @@ _SOME_STEP = (StepInfo(0, 0.0, {}, {}, False, True),)
 """Passed in the place of the saved steps to a policy that may only ask if there are any."""
 
 
-class DueSteps:
+class DueSteps(NamedTuple):
     """The due steps of one manager that is not read-only."""
 
-    def __init__(
-        self,
-        policy: SavePolicy,
-        saves: ManagedSaves,
-        *,
-        decisions: Decisions,
-        goodput: Goodput,
-        owned: OwnedRoot | None,
-    ) -> None:
-        """`owned` is None on ranks other than rank 0."""
-        self._policy = policy
-        self._saves = saves
-        self._decisions = decisions
-        self._goodput = goodput
-        self._owned = owned
+    policy: SavePolicy
+    saves: ManagedSaves
+    decisions: Decisions
+    goodput: Goodput
+    owned: OwnedRoot | None
+    """None on ranks other than rank 0."""
 
     def is_due(self, step: int, *, is_forced: bool, is_stopping: bool) -> bool:
         """Returns True if this step is to be saved now; for the step of the newest save, or else the restored one, only
@@ -43,33 +35,33 @@ class DueSteps:
             return is_forced
         if is_stopping:
             return True
-        if save_policies.is_step_only(self._policy):
+        if save_policies.is_step_only(self.policy):
             return self._is_due_by_step(step)
-        return self._decisions.decide_together(f"deciding about step {step}", partial(self._decide, step), bool)
+        return self.decisions.decide_together(f"deciding about step {step}", partial(self._decide, step), bool)
 
     def is_known_due(self, step: int) -> bool:
         """Returns True if it is known now that a later step is due: by a policy that depends on the step alone."""
-        return save_policies.is_step_only(self._policy) and step != self.newest and self._is_due_by_step(step)
+        return save_policies.is_step_only(self.policy) and step != self.newest and self._is_due_by_step(step)
 
     @property
     def newest(self) -> int | None:
         """The step of the newest save to storage, or else the restored one, which is not to be saved again."""
-        return self._saves.begun.step if self._saves.begun is not None else self._saves.stored_step
+        return self.saves.begun.step if self.saves.begun is not None else self.saves.stored_step
 
     def _is_due_by_step(self, step: int) -> bool:
-        saved = _SOME_STEP if self._saves.has_steps or self._saves.begun is not None else ()
-        return bool(self._policy.due(StepInfo(step, 0.0, {}, {}, False, False), saved))
+        saved = _SOME_STEP if self.saves.has_steps or self.saves.begun is not None else ()
+        return bool(self.policy.due(StepInfo(step, 0.0, {}, {}, False, False), saved))
 
     def _decide(self, step: int) -> bool:
         """Asks a policy that does not depend on the step alone. Only rank 0 calls this."""
-        if self._owned is None:
+        if self.owned is None:
             return False
-        stats, now = self._goodput.stats(), self._owned.clock.now()
-        begun = self._saves.begun
+        stats, now = self.goodput.stats(), self.owned.clock.now()
+        begun = self.saves.begun
         is_in_flight = begun is not None and not begun.has_failed and not begun.is_noted.is_set()
-        saved = [known.info for known in self._owned.background.steps.all()]
+        saved = [known.info for known in self.owned.background.steps.all()]
         if begun is not None and is_in_flight:
             saved = [info for info in saved if info.step != begun.step]  # it is replaced by this save
             saved.append(StepInfo(begun.step, begun.time, {}, {}, False, False))
         seconds = {"step": stats.longest_step_s, "since_start": stats.elapsed_s}
-        return bool(self._policy.due(StepInfo(step, now, {}, seconds, False, False, host_time=time.time()), saved))
+        return bool(self.policy.due(StepInfo(step, now, {}, seconds, False, False, host_time=time.time()), saved))

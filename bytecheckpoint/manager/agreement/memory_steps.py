@@ -117,7 +117,6 @@ class MemorySteps:
                 step=step,
                 async_save=self._options.async_save,
                 process_group=self._run.group,
-                role=None,
                 metadata=metadata,
                 storage_options=self._run.storage_options,
                 options=options,

@@ -324,7 +324,6 @@ def join_stop(
 
 
 def _num_passed_key(rank: int) -> str:
-    """Returns the key of the number of boundaries that a rank has passed."""
     return f"passed/{rank}"
 
 

@@ -52,7 +52,6 @@ def branch_folder(generation: int, branch: int) -> str:
 
 
 def object_name(folder: str, step: int, rank: int, num_ranks: int) -> str:
-    """Returns the name of one rank's object."""
     return f"{folder}/{step:08d}-{rank:05d}-of-{num_ranks:05d}"
 
 
@@ -83,7 +82,6 @@ def logged_steps(store: Store, folder: str) -> list[LoggedNames]:
 
 
 def encode_record(record: LogRecord) -> bytes:
-    """Returns the content of an object."""
     return zlib.compress(msgspec.msgpack.encode(record))
 
 

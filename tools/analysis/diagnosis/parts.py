@@ -116,7 +116,8 @@ def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mappi
     groups: dict[str, list[TensorEntry]] = {}
     for tensor in tensors:
         groups.setdefault(_entry_of(tensor.fqn, containers), []).append(tensor)
-    states = [groups.pop(name) for name in list(groups) if all(_is_state(each.fqn) for each in groups[name])]
+    of_states = [name for name in groups if all(each.fqn.startswith("optimizer.state.") for each in groups[name])]
+    states = [groups.pop(name) for name in of_states]
     has_modules = any(
         tensor.fqn != name or name in USUAL_NAMES for name, members in groups.items() for tensor in members
     )
@@ -206,10 +207,6 @@ def _with_casts(parts: Sequence[Part]) -> list[Part]:
 def _is_cast(part: Part) -> bool:
     # Buffers of integers stand beside the weights.
     return part.name == "model" and sum("float" in dtype for dtype in part.dtypes) > 1
-
-
-def _is_state(fqn: str) -> bool:
-    return fqn.startswith("optimizer.state.")
 
 
 def _is_generator(tensor: TensorEntry) -> bool:

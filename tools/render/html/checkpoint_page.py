@@ -46,7 +46,6 @@ class ReportContents(NamedTuple):
 
 
 def checkpoint_page(opened: Opened, summary: ManifestSummary, shown: ReportContents) -> str:
-    """Returns the page."""
     info = opened.info
     step = "" if info.step is None else f"step {info.step}, "
     saved = f"saved {time_text(info.created_at)}" if info.created_at else "of unknown time"

@@ -30,7 +30,6 @@ class RunRow(NamedTuple):
 
     @property
     def rate(self) -> float | None:
-        """Bytes a second."""
         return self.item.num_bytes / self.timings.seconds if self.timings.seconds else None
 
 
@@ -38,7 +37,6 @@ _Value = Callable[[RunRow], float | None]
 
 
 def run_page(root: str, rows: Sequence[RunRow]) -> str:
-    """Returns the page."""
     made = f"this page was made {time_text(datetime.now(UTC))}"
     heading = (tag("h1", {}, text(root)), note(f"{_totals(rows)}; {made}"))
     return whole_page(f"{root}, {count_text(len(rows), 'checkpoint')}", *heading, *_sections(rows))
