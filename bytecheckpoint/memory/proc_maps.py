@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+
+_READ_ONLY = re.compile(r"^(\w+)-(\w+) .-", re.MULTILINE)
 
 
 def are_read_only(addresses: np.ndarray) -> np.ndarray:
@@ -13,12 +16,8 @@ def are_read_only(addresses: np.ndarray) -> np.ndarray:
     maps = ""
     with suppress(OSError):
         maps = Path("/proc/self/maps").read_text(encoding="ascii", errors="replace")
-    bounds = [(0, 0)]
-    for line in maps.splitlines():  # in ascending order
-        area, flags = line.split(maxsplit=2)[:2]
-        if flags[1] != "w":
-            start, end = area.split("-")
-            bounds.append((int(start, 16), int(end, 16)))
+    areas = _READ_ONLY.findall(maps)  # in ascending order
+    bounds = [(0, 0), *((int(start, 16), int(end, 16)) for start, end in areas)]
     starts, ends = np.array(bounds, np.uint64).T
     places = addresses.astype(np.uint64)
     are_inside: np.ndarray = places < ends[np.searchsorted(starts, places, side="right") - 1]

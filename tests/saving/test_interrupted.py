@@ -4,6 +4,8 @@ saves that share what there is little of.
 
 from __future__ import annotations
 
+import errno
+import mmap
 import threading
 import time
 from collections import deque
@@ -11,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -155,15 +156,15 @@ class NoStore:
 
 
 def test_reads_do_not_wait_for_scratch_memory_that_could_not_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = np.empty
-    left = [MemoryError("no memory")]
+    mapped = mmap.mmap
+    left = [OSError(errno.ENOMEM, "no memory")]
 
-    def failing(*arguments: Any) -> Any:
+    def failing(*arguments: Any, **options: Any) -> Any:
         if left:
             raise left.pop()
-        return empty(*arguments)
+        return mapped(*arguments, **options)
 
-    monkeypatch.setattr(range_reader.np, "empty", failing)
+    monkeypatch.setattr(mmap, "mmap", failing)
     file = DataFile("f", 1000)
     reads = [Fetch(0, start, 100, (), is_direct=False) for start in range(0, 1000, 100)]
 

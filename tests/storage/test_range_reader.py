@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import random
 import threading
@@ -66,6 +68,13 @@ def digests() -> list[int]:
         found.append(xxhash.xxh3_64_intdigest(CONTENT[position : position + length]))
         position += length
     return found
+
+
+def test_scratch_memory_begins_a_page() -> None:
+    pool = range_reader.HostMemory().new_buffers(2, (20 << 20) + 5)
+    with pool.lend() as first, pool.lend() as second:
+        addresses = [ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (first, second)]
+    assert [address % mmap.PAGESIZE for address in addresses] == [0, 0]
 
 
 @pytest.mark.parametrize("step_bytes", [None, 1, 7, 31, 89, 1000])
