@@ -75,20 +75,17 @@ def run_fetches(
     If they do not even suffice for the longest fetch and two copies of the longest frame when decompressed, these are
     allocated all the same, for one fetch at a time. From a store with `read_bytes`, all fetches wait in this way.
     """
-    content_bytes = max(
-        (fetch.byte_length + ALIGNMENT for fetch in fetches if fetch.target is None and fetch.pieces is None), default=0
-    )
+    through_scratch = [fetch for fetch in fetches if fetch.target is None and fetch.pieces is None]
+    content_bytes = max((fetch.byte_length + ALIGNMENT for fetch in through_scratch), default=0)
     frames = [frame for fetch in fetches for frame in fetch.frames]
     raw_bytes = max((frame.raw_bytes for frame in frames if frame.target is None), default=0)
     # A codec allocates as much as the raw bytes beside the memory that they go to.
     decoding_bytes = max((frame.raw_bytes for frame in frames), default=0)
     bytes_per_fetch = memory.block_bytes(content_bytes) + memory.block_bytes(raw_bytes) + decoding_bytes
-    gap_bytes = max((fetch.gap_bytes for fetch in fetches), default=0)
-    scratch_bytes += threads * (ALIGNMENT - gap_bytes)  # alignment must not cost a buffer
+    scratch_bytes += threads * ALIGNMENT  # alignment must not cost a buffer
+    scratch_bytes -= threads * max((fetch.gap_bytes for fetch in fetches), default=0)
     store_budget = None
-    # Asked once for all fetches: a look at a protocol takes as long as planning one.
-    read_bytes = store.read_bytes if isinstance(store, SupportsReadBytes) else None
-    if read_bytes is not None:
+    if isinstance(store, SupportsReadBytes):
         longest_bytes = max((fetch.byte_length for fetch in fetches), default=0)
         budget_bytes = max(1, min(threads * longest_bytes, scratch_bytes - bytes_per_fetch - longest_bytes))
         store_budget = ByteBudget(budget_bytes)
@@ -106,7 +103,7 @@ def run_fetches(
             _read_pieces(store, name, fetch, fetch.pieces(), digests.get(fetch.file))
             return
         # Before a buffer is taken: memory may suffice for one only, which is not held while a request is under way.
-        fill = _filling(store, read_bytes, name, fetch)
+        fill = _filling(store, name, fetch)
         if fetch.target is not None:
             _read(fill, name, fetch, fetch.target(), digests.get(fetch.file))
             return
@@ -196,13 +193,13 @@ def _read_pieces(
     fetch.place(memoryview(b""))
 
 
-def _filling(store: Store, read_bytes: Callable[[str, int, int], bytes] | None, name: str, fetch: Fetch) -> _Fill:
-    """Returns a function that fills the buffer of a fetch. With `read_bytes`, the store's own, the bytes are received
+def _filling(store: Store, name: str, fetch: Fetch) -> _Fill:
+    """Returns a function that fills the buffer of a fetch. From a store with `read_bytes`, the bytes are received
     before this returns; the function, to be called once, copies them into the buffer and frees their memory.
     """
-    if read_bytes is None:
+    if not isinstance(store, SupportsReadBytes):
         return lambda buffer, on_filled: store.read_into(name, fetch.byte_offset, buffer, on_filled=on_filled)
-    received = [read_bytes(name, fetch.byte_offset, fetch.byte_length)]
+    received = [store.read_bytes(name, fetch.byte_offset, fetch.byte_length)]
 
     def fill(buffer: memoryview, _on_filled: FillHook | None) -> None:
         buffer[:] = received.pop()
