@@ -133,7 +133,7 @@ CRAFTED = {"numbers": numbers(MANY), "complex numbers": complex_numbers(MANY), "
 def _low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A 128th and an 8th of the real ones, which such keys reach in half a second."""
     monkeypatch.setattr(unpickler, "MAX_PICKLE_BYTES", unpickler.MAX_PICKLE_BYTES >> 7)
-    monkeypatch.setattr(unpickler, "_MAX_CRAFTED_KEYS", unpickler._MAX_CRAFTED_KEYS >> 3)
+    monkeypatch.setattr(unpickler, "_MAX_COLLIDING", unpickler._MAX_COLLIDING >> 3)
 
 
 @pytest.mark.usefixtures("_low_limits")
