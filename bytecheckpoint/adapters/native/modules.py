@@ -272,13 +272,12 @@ class ModuleEntry:
         now = {name: value for name, _, value in part.state()} if left else {}
         differ = [join_fqn(self.fqn, name) for name in left if name in now and not _same(left[name], now[name])]
         if differ:
-            text = (
+            warnings.warn(
                 f"{and_more(differ, _NUM_SHOWN)}: the module's load_state_dict() does not take it, and it differs from "
-            )
-            text += (
                 "the checkpoint: build the module with the values of the checkpoint, as from_pretrained does, or give "
+                "its class a _load_from_state_dict() that takes them",
+                stacklevel=2,
             )
-            warnings.warn(f"{text}its class a _load_from_state_dict() that takes them", stacklevel=2)
 
     def _filled(self, found: StoredTree | None, fqn: str, value: Any, checkpoint: CheckpointView) -> Any:
         """Returns the data that takes the place of a value; ABSENT if none is loaded."""
