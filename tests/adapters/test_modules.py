@@ -321,6 +321,32 @@ def test_tensors_that_state_dict_hooks_make_are_loaded_through_load_state_dict(t
     assert same_module(source, target)
 
 
+class Quantized(nn.Module):
+    """Shows, as 4-bit layers of bitsandbytes do, scales that are no buffer and an offset that is packed anew each time,
+    and takes neither back.
+    """
+
+    def __init__(self, offset: float) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.full((4,), int(offset), dtype=torch.uint8))
+        self.scales, self.offset = torch.full((2,), offset), offset
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination |= {f"{prefix}weight.scales": self.scales, f"{prefix}weight.packed": torch.tensor([self.offset])}
+        destination[f"{prefix}weight.facts"] = {"offset": self.offset}
+
+
+def test_what_a_module_shows_and_does_not_take_back_is_warned_of_where_it_differs(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": nn.Sequential(Quantized(1))})
+    same, other = nn.Sequential(Quantized(1)), nn.Sequential(Quantized(2))
+    bcp.load(tmp_path, {"model": same})  # a warning would be an error
+    told = r"model\.0\.weight\.packed, model\.0\.weight\.facts: .*does not take it, and it differs from the checkpoint"
+    with pytest.warns(UserWarning, match=told):
+        bcp.load(tmp_path, {"model": other})
+    assert torch.equal(other[0].scales, torch.ones(2))
+
+
 def test_optimizer_state_of_what_a_hook_splits_loads_from_a_file_with_the_bare_names_of_the_model(
     tmp_path: Path,
 ) -> None:

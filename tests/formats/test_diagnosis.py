@@ -22,6 +22,7 @@ import test_trainer_folders as trainer
 import torch
 import torch.distributed.checkpoint as dcp
 from foreign_files import Touch, assert_same
+from low_bit import int8
 from program_calls import call
 from stream_loaders import StreamLoader, state_of
 from test_deepspeed_folders import classes
@@ -550,6 +551,14 @@ def test_large_tensors_of_ranks_are_no_model(tmp_path: Path, call: Any) -> None:
     of_ranks = ("values of ranks", large.nbytes)
     assert parts == {"alone": of_ranks, "nested": of_ranks, "x": ("tensors", 8)}
     assert not any(code["needs"] for code in found["code"])
+
+
+def test_facts_of_quantized_weights_are_no_values_beside_the_model(tmp_path: Path, call: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 2))
+    model[0].weight = torch.nn.Parameter(int8(1), requires_grad=False)
+    bcp.save(tmp_path, {"model": model, "net.@subclass": [1]})
+    found = call("doctor", "--checkpoint", tmp_path, "--json").json["parts"]
+    assert [(part["name"], part["kind"]) for part in found] == [("model", "model"), ("net.@subclass", "values")]
 
 
 def test_many_tensors_without_a_module_are_not_compared_with_one_another(

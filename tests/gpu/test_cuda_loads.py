@@ -154,6 +154,21 @@ def test_an_optimizer_gets_its_state_on_the_device(tmp_path: Path, is_fused: boo
     new_optimizer.step()
 
 
+def test_lists_in_the_state_of_a_fresh_optimizer_arrive_for_its_next_step(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(3000, device="cuda"))
+    optimizers = [torch.optim.LBFGS([("weight", weight)], max_iter=3) for _ in range(2)]
+    weight.grad = gradient = torch.zeros_like(weight)
+
+    def loss() -> torch.Tensor:
+        return gradient.copy_(weight.detach().sin()).sum()
+
+    optimizers[0].step(loss)
+    bcp.save(tmp_path, {"optimizer": optimizers[0]})
+    bcp.load(tmp_path, {"optimizer": optimizers[1]})
+    assert all(each.is_cuda for each in optimizers[1].state[weight]["old_dirs"])
+    optimizers[1].step(loss)
+
+
 def test_a_shard_of_a_dtensor_arrives(tmp_path: Path) -> None:
     content = random_bits(torch.float32, (1000, 700))
     bcp.save(tmp_path, {"t": content})

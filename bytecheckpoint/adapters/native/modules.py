@@ -7,6 +7,7 @@ stored once.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -28,13 +29,16 @@ from bytecheckpoint.adapters.native.module_parts import EXTRA_STATE, ModulePart,
 from bytecheckpoint.adapters.native.module_walk import Stage, materialize
 from bytecheckpoint.adapters.native.subclass_flatten import flat_parts, is_facts, is_subclass, tied_subclasses
 from bytecheckpoint.adapters.native.subclass_match import Refusals, refusals
-from bytecheckpoint.adapters.plain.plain_data import encode_plain
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shard_columns import ShardBlocks, WholeTensors
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, refuse_lazy
 from bytecheckpoint.adapters.tied import split_tied, with_flat_ties
 from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, keep_for_rank
+from bytecheckpoint.errors import and_more
 from bytecheckpoint.manifest.plain_wire import join_fqn
+
+_NUM_SHOWN = 3
 
 
 class _ModuleTensors(NamedTuple):
@@ -247,11 +251,27 @@ class ModuleEntry:
                 state = OrderedDict(own | new_values)
                 # Hazard: without versions, modules that are not in it migrate what the load has put in place.
                 state._metadata = part.tree.versions()  # type: ignore[attr-defined]
-                part.tree.module.load_state_dict(state, strict=False)
+                result = part.tree.module.load_state_dict(state, strict=False)
+                left = [name for name in getattr(result, "unexpected_keys", ()) if name in new_values]
+                self._warn_of_left(part, {name: new_values[name] for name in left})
             elif part.flat is None:
                 self._run_load_hooks(part, checkpoint)
             if part.flat is not None:
                 part.flat.finish()
+
+    def _warn_of_left(self, part: ModulePart, left: Mapping[str, Any]) -> None:
+        """Warns of loaded values that load_state_dict() did not take, where the module still has others: its
+        state_dict() made them of what no load fills, as bitsandbytes does of the offset of doubly quantized scales.
+        """
+        now = {name: value for name, _, value in part.state()} if left else {}
+        differ = [join_fqn(self.fqn, name) for name in left if name in now and not _same(left[name], now[name])]
+        if differ:
+            warnings.warn(
+                f"{and_more(differ, _NUM_SHOWN)}: the module's load_state_dict() does not take it, and it differs from "
+                "the checkpoint: build the module with the values of the checkpoint, as from_pretrained does, or give "
+                "its class a _load_from_state_dict() that takes them",
+                stacklevel=2,
+            )
 
     def _filled(self, found: StoredTree | None, fqn: str, value: Any, checkpoint: CheckpointView) -> Any:
         """Returns the data that takes the place of a value; ABSENT if none is loaded."""
@@ -339,3 +359,10 @@ class ModuleEntry:
                     facts[own] = inner
                 else:
                     yield name, own, inner
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Returns True if two values of a state_dict are equal, to the bit in plain data."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a is b or (a.dtype == b.dtype and torch.equal(a, b))
+    return type(a) is type(b) and encode_plain(a, "", keep_in_tree) == encode_plain(b, "", keep_in_tree)

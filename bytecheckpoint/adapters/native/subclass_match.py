@@ -251,20 +251,24 @@ class SubclassState:
         return f"{key}.{FACTS}" in self._facts and key in self.own
 
     def new_part(self, key: str, stored: StoredTensor, device: torch.device | None, *, is_factor: bool) -> torch.Tensor:
-        """Returns memory for a tensor inside a parameter's state, on this device. If it is None, a part of a subclass
-        gets memory where the parameter has it or is to get it, and a tensor that is cut as another one where that one
-        has it; any other tensor gets it on the CPU. A factor is not cut as its parameter, whatever shape it has.
+        """Returns memory for a tensor inside a parameter's state, on this device. If it is None, a tensor gets memory
+        where the optimizer's own one there has it or the one that it is cut as, else where the parameter has it or is
+        to get it; a scalar that is no part of a subclass gets it on the CPU. A factor is not cut as its parameter,
+        whatever shape it has. Strides are those of an own tensor of this shape: linear algebra gives column-major
+        factors, and steps with row-major ones round otherwise.
         """
-        spread = None
+        is_inner = bool(self._enclosing(key))
+        own = None if is_inner else descend(self._live, key)
+        dtype, home, spread = torch_dtype(stored.dtype), target_device(self._parameter), None
         if self._is_spread(key):
-            spread = self._spread(key, stored, device or target_device(self._parameter))
-        elif (like := self._cut_like(key, stored, is_factor=is_factor)) is not None:
-            dtype = torch_dtype(stored.dtype)
+            spread = self._spread(key, stored, device or home)
+        elif not is_inner and (like := self._cut_like(own, stored, is_factor=is_factor)) is not None:
             spread = dtensor_like(like, stored.shape, dtype, device or target_device(like))
         if spread is not None:
             return spread
-        home = target_device(self._parameter) if self._enclosing(key) else torch.device("cpu")
-        return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device=device or home)
+        if isinstance(own, torch.Tensor) and not isinstance(own, DTensor) and tuple(own.shape) == stored.shape:
+            return torch.empty_like(own, dtype=dtype, device=device)
+        return torch.empty(stored.shape, dtype=dtype, device=device or (home if stored.shape or is_inner else "cpu"))
 
     def _enclosing(self, key: str) -> list[Any]:
         """Returns the facts of the subclasses that a tensor is a part of, the outermost one first."""
@@ -277,14 +281,11 @@ class SubclassState:
         is_like = bool(outer) and outer[0][0]["shape"] == list(self._parameter.shape)
         return is_like and isinstance(self._parameter, DTensor)
 
-    def _cut_like(self, key: str, stored: StoredTensor, *, is_factor: bool) -> DTensor | None:
+    def _cut_like(self, own: Any, stored: StoredTensor, *, is_factor: bool) -> DTensor | None:
         """Returns the DTensor that tells how to cut a stored tensor in a dict or a list: the optimizer's own one there,
         else the parameter, unless it is a factor. None where the optimizer has a whole tensor, and where neither has
         the stored shape.
         """
-        if self._enclosing(key):
-            return None
-        own = descend(self._live, key)
         is_own = isinstance(own, torch.Tensor) and (not isinstance(own, DTensor) or tuple(own.shape) == stored.shape)
         like = own if is_own else None if is_factor else self._parameter
         return like if isinstance(like, DTensor) and tuple(like.shape) == stored.shape else None

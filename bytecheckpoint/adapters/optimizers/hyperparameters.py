@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
-from itertools import repeat
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -114,23 +114,28 @@ def _filled(group: StoredGroup, key: str, checkpoint: CheckpointView, memory: Ma
 
 
 def set_hyperparameters(
-    group: dict[str, Any], values: Mapping[str, Any], filled: MutableMapping[int, torch.Tensor]
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    values: Mapping[str, Any],
+    filled: MutableMapping[int, torch.Tensor],
 ) -> None:
     """Copies values into a group. A tensor of the group, or in a tuple or list there, as betas are, is filled in place,
-    because captured graphs hold it; one that cannot hold the value is replaced. A number of the group stays a number
-    where the value is a tensor of one element.
+    because captured graphs hold it; one that cannot hold the value is replaced. In an optimizer of a known kind a
+    number of the group stays a number where the value is a tensor of one element. Steps of others make such tensors of
+    numbers, as Prodigy's, and go on with them: numbers are of another precision.
 
     `filled` has the values that this load has put into tensors of other groups, by the tensor's id. A tensor that was
     one for two groups, as torch makes of a default, becomes two where their values differ.
     """
+    take_over = partial(_taken_over, filled=filled, keeps_numbers=kind_of(optimizer) is not None)
     for key, value in values.items():
-        group[key] = _taken_over(group.get(key), value, filled)
+        group[key] = take_over(group.get(key), value)
 
 
-def _taken_over(own: Any, value: Any, filled: MutableMapping[int, torch.Tensor]) -> Any:
+def _taken_over(own: Any, value: Any, *, filled: MutableMapping[int, torch.Tensor], keeps_numbers: bool) -> Any:
     """Returns `own`, filled with the value, or what replaces it, as `set_hyperparameters` says."""
     if type(own) in (list, tuple) and type(value) in (list, tuple) and len(own) == len(value):
-        return type(value)(map(_taken_over, own, value, repeat(filled)))
+        return type(value)(map(partial(_taken_over, filled=filled, keeps_numbers=keeps_numbers), own, value))
     if isinstance(own, torch.Tensor):
         new = _tensor_of(value, own.dtype)
         new = new.reshape(()) if new is not None and new.numel() == 1 else new
@@ -140,7 +145,7 @@ def _taken_over(own: Any, value: Any, filled: MutableMapping[int, torch.Tensor])
                 own = torch.empty_like(own)
             own.detach().copy_(new)
             return own
-    is_one = isinstance(value, torch.Tensor) and value.numel() == 1
+    is_one = keeps_numbers and isinstance(value, torch.Tensor) and value.numel() == 1
     return value.item() if is_one and isinstance(own, int | float) else copy.deepcopy(value)
 
 

@@ -266,7 +266,7 @@ class OptimizerEntry:
                 parameters = self._optimized.names(group.parameters)
                 values, problems = agreed(parameters, stored, checkpoint, self._hyperparameters)
                 disagreeing += [problem.text for problem in problems if problem.fqn not in self._known_problems]
-                set_hyperparameters(group.values, values, filled)
+                set_hyperparameters(group.optimizer, group.values, values, filled)
         for each in self.wrapped:
             each.take_facts(stored.facts())
         if differing:

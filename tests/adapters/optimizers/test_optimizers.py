@@ -218,6 +218,32 @@ def test_a_tensor_learning_rate_keeps_its_tensor_and_a_number_stays_a_number(tmp
         assert type(with_number.param_groups[0]["lr"]) is float
 
 
+class Estimating(torch.optim.Optimizer):
+    """Estimates a distance in its group, in float32 after the first step, as Prodigy does under FSDP."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"d": 1e-6})
+
+    @torch.no_grad()
+    def step(self, _closure: Any = None) -> None:
+        group = self.param_groups[0]
+        for parameter in group["params"]:
+            parameter.sub_(parameter.grad, alpha=0.1)
+        group["d"] = (1 + group["d"] * 0.1) * torch.tensor(0.3)
+
+
+def test_a_number_that_steps_of_an_unknown_optimizer_made_a_tensor_comes_back_as_one(tmp_path: Path) -> None:
+    states = [{"model": model, "optimizer": Estimating(model)} for model in (mlp(0), mlp(1))]
+    train(states[0]["model"], [states[0]["optimizer"]], 2)
+    bcp.save(tmp_path, states[0])
+    bcp.load(tmp_path, states[1])
+    groups = [state["optimizer"].param_groups[0] for state in states]
+    assert type(groups[1]["d"]) is torch.Tensor
+    assert torch.equal(groups[1]["d"], groups[0]["d"])
+    groups[0]["d"].zero_()
+    assert groups[1]["d"]
+
+
 @pytest.mark.parametrize("rates", [(0.5, 0.25), (torch.tensor(0.5), torch.tensor(0.25))], ids=["numbers", "tensors"])
 def test_a_tensor_that_is_the_rate_of_two_groups_becomes_two_where_they_differ(tmp_path: Path, rates: Any) -> None:
     model = nn.Linear(2, 2)

@@ -12,10 +12,13 @@ import pytest
 import torch
 from megatron_like import ShardedTensor, sharded
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from training import same_value
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.checkpoint_view import StoredTensor
 from bytecheckpoint.adapters.frameworks import flat_optimizer_state
+from bytecheckpoint.adapters.native.subclass_match import SubclassState
 from bytecheckpoint.adapters.optimizers import param_state
 from bytecheckpoint.adapters.optimizers.param_state import scalar_device
 
@@ -320,3 +323,25 @@ def test_state_that_does_not_fit_by_its_dtype_is_left_out_whole_and_the_next_ste
     assert same_value(fresh.state[other.bias], optimizer.state[model.bias])
     other.weight.grad = torch.ones_like(other.weight)
     fresh.step()
+
+
+@pytest.mark.parametrize(("shape", "device"), [((3, 3), "cuda"), ((), "cpu")])
+def test_factors_in_a_list_of_a_fresh_optimizer_lie_where_their_parameter_does(shape: Any, device: str) -> None:
+    with FakeTensorMode():  # this machine need not have the device
+        state = SubclassState(nn.Parameter(torch.empty(3, 2, device="cuda")), {}, {}, {})
+        made = state.new_part("Q.0", StoredTensor("state.weight.Q.0", "float32", shape), None, is_factor=True)
+    assert made.device.type == device
+
+
+def test_factors_in_a_list_lie_in_memory_as_those_that_the_optimizer_has(tmp_path: Path) -> None:
+    """As for SOAP, which steps to other bits with a row-major copy of a column-major Q."""
+    weight = nn.Parameter(torch.ones(3, 3))
+    optimizer = torch.optim.SGD([("weight", weight)])
+    optimizer.state[weight]["Q"] = [torch.arange(9.0).view(3, 3).T, torch.arange(4.0)]
+    bcp.save(tmp_path, {"optimizer": optimizer})
+    optimizer.state[weight]["Q"] = [torch.zeros(3, 3).T, torch.zeros(2, 2)]
+    bcp.load(tmp_path, {"optimizer": optimizer})
+    first, second = optimizer.state[weight]["Q"]
+    assert first.stride() == (1, 3)
+    assert torch.equal(first, torch.arange(9.0).view(3, 3).T)
+    assert torch.equal(second, torch.arange(4.0))

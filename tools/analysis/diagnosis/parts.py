@@ -36,17 +36,18 @@ from .optimizer_trees import is_optimizer
 
 _NAMED_BY_READER = frozenset({OWN_FORMAT, "deepspeed", "megatron"})
 """Formats in which models may have names; in all others they have none."""
-_FACTS = "@subclass"
-"""Last part of the names of facts of tensor subclasses."""
 _GENERATOR_BYTES = 5056
 """Length of the state of torch's generator on the host."""
 
 
 def find_parts(manifest: Manifest) -> list[Part]:
     """Returns the parts of a checkpoint, models first, plain values last. Raises the errors of decoding plain data."""
+    from bytecheckpoint.adapters.native.subclass_metadata import FACTS, are_facts  # noqa: PLC0415 - it needs torch
     from bytecheckpoint.adapters.plain.plain_data import decode_plain, without_content  # noqa: PLC0415 - it needs torch
 
-    entries = {fqn: decode_plain(data) for fqn, data in manifest.objects.items() if not is_extra_state(fqn)}
+    decoded = {fqn: decode_plain(data) for fqn, data in manifest.objects.items() if not is_extra_state(fqn)}
+    # Facts of a tensor subclass are of the part that its tensors are in.
+    entries = {fqn: tree for fqn, tree in decoded.items() if not (fqn.endswith(f".{FACTS}") and are_facts(tree))}
     trees = {name: tree for fqn, entry in entries.items() for name, tree in _divided(fqn, entry).items()}
     by_rank = manifest.rank_objects
     below: dict[str, list[TensorEntry]] = {fqn: [] for fqn in (*trees, *by_rank)}
@@ -149,14 +150,14 @@ def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mappi
 def _containers(trees: Mapping[str, Any], tensors: Collection[str]) -> set[str]:
     """Returns the names of dicts and lists of the state that hold modules: those above plain data.
 
-    Plain data that a module's hooks add, or facts of tensor subclasses, count for none: it lies below what has the name
-    of a model or a parameter. Only optimizers and schedulers never do.
+    Plain data that a module's hooks add counts for none: it lies below what has the name of a model or a parameter.
+    Only optimizers and schedulers never do.
     """
     found: set[str] = set()
     for name, tree in trees.items():
         parts = name.split(".")
         above = [".".join(parts[:end]) for end in range(1, len(parts))]
-        if _is_live(tree) or not (parts[-1] == _FACTS or any(_is_of_model(each, tensors) for each in above)):
+        if _is_live(tree) or not any(_is_of_model(each, tensors) for each in above):
             found.update(above)
     return found
 
