@@ -29,7 +29,7 @@ from bytecheckpoint.adapters.native.module_parts import EXTRA_STATE, ModulePart,
 from bytecheckpoint.adapters.native.module_walk import Stage, materialize
 from bytecheckpoint.adapters.native.subclass_flatten import flat_parts, is_facts, is_subclass, tied_subclasses
 from bytecheckpoint.adapters.native.subclass_match import Refusals, refusals
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import encode_plain
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shard_columns import ShardBlocks, WholeTensors
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, refuse_lazy
@@ -365,4 +365,4 @@ def _same(a: Any, b: Any) -> bool:
     """Returns True if two values of a state_dict are equal, to the bit in plain data."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a is b or (a.dtype == b.dtype and torch.equal(a, b))
-    return type(a) is type(b) and encode_plain(a, "", keep_in_tree) == encode_plain(b, "", keep_in_tree)
+    return type(a) is type(b) and encode_plain(a, "") == encode_plain(b, "")
