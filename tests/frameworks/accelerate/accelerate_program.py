@@ -15,8 +15,8 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration, DistributedType, ProjectConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -64,15 +64,22 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(value.numpy().tobytes() for value in whole)).hexdigest()[:16]
 
 
+def take_cpus_for_gpus() -> None:
+    """Makes accelerate use FSDP on CPUs. It has DDP there, and says nothing, whatever plugin it gets."""
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+    PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
+
+
 def prepared(arguments: argparse.Namespace) -> tuple[Any, ...]:
     set_seed(arguments.seed)
     plugin = None
     if arguments.fsdp:
+        take_cpus_for_gpus()
         plugin = accelerate.FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1
         )
     accelerator = accelerate.Accelerator(
-        cpu=True,
+        cpu=not arguments.fsdp,
         fsdp_plugin=plugin,
         gradient_accumulation_steps=arguments.accumulate,
         dataloader_config=DataLoaderConfiguration(
@@ -85,6 +92,8 @@ def prepared(arguments: argparse.Namespace) -> tuple[Any, ...]:
             project_dir=str(arguments.out), automatic_checkpoint_naming=arguments.named, total_limit=2
         ),
     )
+    if accelerator.is_fsdp2 != arguments.fsdp:
+        raise RuntimeError(f"accelerate runs {accelerator.distributed_type}")
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
