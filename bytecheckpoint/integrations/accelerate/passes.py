@@ -176,9 +176,9 @@ def _wrap_fetch(cls: Any) -> None:
     original = cls._fetch_batches
 
     def note_state(loader: Any, iterator: Any) -> Any:
-        """Fetches the batches of all ranks, and leaves the state of torchdata's loader as it was before them. Accelerate
-        keeps the state before the last of them, and takes the others off the counts: off too many if one batch is
-        split, and not off the states of workers and datasets.
+        """Fetches the batches of all ranks, and keeps the state that torchdata's loader had before them. accelerate
+        keeps that before the last of them, and takes the others off its counts: too many if a batch is split, and none
+        off the states of workers and datasets.
         """
         if loader.state.process_index != 0 or not is_of_torchdata(loader):
             return original(loader, iterator)
