@@ -59,8 +59,8 @@ def _two_of_one_name(fqn: str, name: str) -> CheckpointSaveError:
     return unsupported(
         fqn,
         f"the name of two tensors, one of which the module calls {name!r}",
-        "give the stages of a pipeline the names that their layers have in the whole model, and rename a tensor whose "
-        "name differs from another one only by the prefix of a wrapper",
+        "give the stages of a pipeline the names that their layers have in the whole model, pass several models as a "
+        "dict instead of a list, and rename a tensor whose name differs from another one only by a wrapper's prefix",
     )
 
 

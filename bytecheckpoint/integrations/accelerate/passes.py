@@ -2,8 +2,8 @@
 random state that is set once the first batch after a load is there.
 
 Importing this wraps `__iter__` of accelerate's loader classes, and `__init__` of their base, for the whole process:
-nothing else tells when a pass begins, and the generators of that moment decide its order. Batches and random numbers
-stay the same.
+nothing else tells when a pass begins, and the generators of that moment decide its order. It wraps what reads batches
+for all ranks too. Batches and random numbers stay the same.
 """
 
 from __future__ import annotations
@@ -171,6 +171,24 @@ def _wrap_iter(cls: Any) -> None:
     cls.__iter__ = begin_pass
 
 
+def _wrap_fetch(cls: Any) -> None:
+    original = cls._fetch_batches
+
+    def note_state(loader: Any, iterator: Any) -> Any:
+        """Fetches the batches of all ranks, and keeps the state that torchdata's loader had before them. accelerate
+        keeps that before the last of them, and takes the others off its counts: too many if a batch is split, and none
+        off the states of workers and datasets.
+        """
+        if loader.state.process_index != 0 or not is_of_torchdata(loader):
+            return original(loader, iterator)
+        state = loader.base_dataloader.state_dict()
+        fetched = original(loader, iterator)
+        loader.dl_state_dict = state
+        return fetched
+
+    cls._fetch_batches = note_state
+
+
 def _iterated(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
     """Yields the batches of a pass, and notes them in PASSES; the pass begins as RESUMES says."""
     core = core_of(loader)
@@ -233,3 +251,4 @@ def _begin_resumed(loader: Any, resume: ResumedPass) -> Callable[[], None]:
 _wrap_init(DataLoaderAdapter)
 for _cls in _LOADERS:
     _wrap_iter(_cls)
+_wrap_fetch(DataLoaderDispatcher)

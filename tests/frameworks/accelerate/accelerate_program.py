@@ -15,10 +15,10 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration, DistributedType, ProjectConfiguration, set_seed
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import bytecheckpoint as bcp
 from bytecheckpoint.integrations.accelerate import load_state, save_state
@@ -39,12 +39,36 @@ class Noted:
         self.step = state["step"]
 
 
+class Positioned(IterableDataset[Any]):
+    """Samples in order, with a position that is its state."""
+
+    def __init__(self, samples: torch.Tensor) -> None:
+        self.samples, self.position = samples, 0
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position < len(self.samples):
+            self.position += 1
+            yield (self.samples[self.position - 1],)
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 8))
 
 
 def loader_of(arguments: argparse.Namespace) -> DataLoader[Any]:
     samples = torch.arange(NUM_SAMPLES * 8, dtype=torch.float32).reshape(NUM_SAMPLES, 8) / 100
+    if arguments.iterable:
+        return DataLoader(Positioned(samples), arguments.batch, num_workers=arguments.workers)
     generator = torch.Generator().manual_seed(arguments.seed) if arguments.generator else None
     return DataLoader(
         TensorDataset(samples), arguments.batch, shuffle=True, num_workers=arguments.workers, generator=generator
@@ -64,15 +88,22 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(value.numpy().tobytes() for value in whole)).hexdigest()[:16]
 
 
+def take_cpus_for_gpus() -> None:
+    """Makes accelerate use FSDP on CPUs. It has DDP there, and says nothing, whatever plugin it gets."""
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+    PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
+
+
 def prepared(arguments: argparse.Namespace) -> tuple[Any, ...]:
     set_seed(arguments.seed)
     plugin = None
     if arguments.fsdp:
+        take_cpus_for_gpus()
         plugin = accelerate.FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1
         )
     accelerator = accelerate.Accelerator(
-        cpu=True,
+        cpu=not arguments.fsdp,
         fsdp_plugin=plugin,
         gradient_accumulation_steps=arguments.accumulate,
         dataloader_config=DataLoaderConfiguration(
@@ -85,6 +116,8 @@ def prepared(arguments: argparse.Namespace) -> tuple[Any, ...]:
             project_dir=str(arguments.out), automatic_checkpoint_naming=arguments.named, total_limit=2
         ),
     )
+    if accelerator.is_fsdp2 != arguments.fsdp:
+        raise RuntimeError(f"accelerate runs {accelerator.distributed_type}")
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
@@ -157,7 +190,8 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hook-fails", choices=["save", "load"])
     for name in ("save-at", "stop-at", "die-at", "signal-at"):
         parser.add_argument(f"--{name}", type=int)
-    for name in ("stateful", "seedable", "generator", "split", "dispatch", "fsdp", "resume", "named", "hook-on-rank-0"):
+    loader_flags = ("stateful", "seedable", "generator", "split", "dispatch", "iterable")
+    for name in (*loader_flags, "fsdp", "resume", "named", "hook-on-rank-0"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args(given)
 

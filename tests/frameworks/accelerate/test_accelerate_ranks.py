@@ -50,6 +50,13 @@ def test_the_advised_skip_is_right_where_rank_0_reads_for_all_ranks(tmp_path: Pa
         assert lines_of(ranks) == [lines[step:] for lines in whole]
 
 
+@pytest.mark.parametrize("kind", [["--split", "--batch", 4], ["--workers", 1], ["--iterable"]])
+def test_a_stateful_loader_goes_on_where_rank_0_reads_for_all_ranks(tmp_path: Path, kind: list[object]) -> None:
+    given = ["--out", tmp_path, "--dispatch", "--stateful", *kind]
+    whole = lines_of(run_ranks(PROGRAM, [*given, "--save-at", 2], world_size=2))
+    assert lines_of(run_ranks(PROGRAM, [*given, "--resume"], world_size=2)) == [lines[2:] for lines in whole]
+
+
 def test_a_killed_run_of_fsdp2_goes_on_bit_for_bit_and_on_one_rank(tmp_path: Path) -> None:
     given = ["--out", tmp_path, "--stateful", "--seedable", "--split", "--batch", 4, "--fsdp"]
     whole = lines_of(run_ranks(PROGRAM, given, world_size=2))
