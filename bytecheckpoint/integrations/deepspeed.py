@@ -214,7 +214,7 @@ def _beside_engine(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns the client state in a checkpoint of DeepSpeed itself, with its tensors on the host."""
     found: dict[str, Any] = {}
     for name, data in checkpoint.manifest.objects.items():
-        if name not in _OF_ENGINE and not is_extra_state(name):
+        if name not in _OF_ENGINE and not (name.startswith("model.") and is_extra_state(name)):
             tree = decode_plain(data)
             items = leaves(tree, name, may_repeat=True).items()
             tensors = {fqn: checkpoint[item.fqn][...] for fqn, item in items if isinstance(item, TensorRef)}

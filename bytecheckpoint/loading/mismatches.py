@@ -170,9 +170,8 @@ def _is_refused(merged: MergedFindings, ignored: Collection[str]) -> bool:
 
 def warn_of_unused(merged: MergedFindings, path: str) -> None:
     """Warns once of rules that match nothing and of a load that filled nothing: most often a name is misspelt."""
-    texts = [f"{rule} matches nothing in the checkpoint" for rule in merged.unused]
-    if not merged.fills:
-        texts.append("nothing of the state was filled")
+    texts = [] if merged.fills else ["nothing of the state was filled"]
+    texts += [f"{rule} matches nothing in the checkpoint" for rule in merged.unused]
     if texts:
         warnings.warn(f"loading {path}: {and_more(texts, _NUM_SHOWN, '; ')}. Check the names", stacklevel=3)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
-from training import Tied, mlp, same_module, same_optimizer, train
+from training import Tied, mlp, same_module, same_optimizer, same_value, train
 
 import bytecheckpoint as bcp
 
@@ -345,6 +345,36 @@ def test_what_a_module_shows_and_does_not_take_back_is_warned_of_where_it_differ
     with pytest.warns(UserWarning, match=told):
         bcp.load(tmp_path, {"model": other})
     assert torch.equal(other[0].scales, torch.ones(2))
+
+
+class Summed(nn.Module):
+    """Shows a sum of its weight, and does not take it back."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), value))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}total"] = self.weight.detach().sum()[None]
+
+
+@pytest.mark.parametrize("how", ["excluded", "absent", "NaN"])
+def test_what_a_module_does_not_take_back_is_not_warned_of_where_it_is_not_loaded_or_equal_to_the_bit(
+    tmp_path: Path, how: str
+) -> None:
+    source = Summed(float("nan") if how == "NaN" else 1.0)
+    bcp.save(tmp_path, {"model": {"weight": source.weight.detach()} if how == "absent" else source})
+    target = Summed(2.0)  # its sum was another one when the load began
+    bcp.load(tmp_path, {"model": target}, exclude="model.total" if how == "excluded" else None, strict=how != "absent")
+    assert same_value(target.weight, source.weight)
+
+
+def test_what_a_wrapped_module_does_not_take_back_is_warned_of_by_its_name_in_the_checkpoint(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": nn.Sequential(Quantized(1))})
+    wrapped = torch.compile(nn.Sequential(Quantized(2)))
+    with pytest.warns(UserWarning, match=r"\Amodel\.0\.weight\.packed, "):
+        bcp.load(tmp_path, {"model": wrapped})
 
 
 def test_optimizer_state_of_what_a_hook_splits_loads_from_a_file_with_the_bare_names_of_the_model(

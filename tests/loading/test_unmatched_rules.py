@@ -310,6 +310,8 @@ def test_the_optimizer_state_that_goes_with_an_excluded_parameter_is_reported(tm
 def test_the_warning_of_many_rules_names_ten(saved: Path) -> None:
     with pytest.warns(UserWarning, match=r"exclude 'gone9' matches nothing in the checkpoint; and 20 more\. Check"):
         bcp.load(saved, fresh(), exclude=[f"gone{number}" for number in range(30)], strict=False)
+    with pytest.warns(UserWarning, match=r"nothing of the state was filled; include 'gone0' .* 21 more"):
+        bcp.load(saved, fresh(), include=[f"gone{number}" for number in range(30)], strict=False)
 
 
 @pytest.mark.parametrize("has_head", [False, True])

@@ -216,6 +216,26 @@ def test_a_watcher_goes_on_when_the_store_answers_again_and_says_so(
     assert "answers again" in caplog.text
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_ends_after_its_report_is_missed_only_if_it_has_to_give_the_verdict(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setattr(stopping, "_POLL_S", 0.01)
+    requests, store, ended = requests_of(), dist.HashStore(), 1 - rank
+    requests.request("now", deadline_s=None)
+    dist.PrefixStore("bytecheckpoint/stop/test", store).set(f"passed/{ended}", "0")
+    stop = GroupStop(
+        requests, store, token="test", rank=rank, global_ranks=[10, 11], timeout_s=30, find_ended=lambda: [ended]
+    )
+    stop._watcher.join()
+    if rank == 0:
+        assert stop.pass_boundary()
+    else:
+        with pytest.raises(CheckpointError, match="rank 10 did not report at which step it is: its process has ended"):
+            stop.pass_boundary()
+    stop.close()
+
+
 def test_a_report_that_the_store_lost_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping, "_POLL_S", 0.01)
     requests = requests_of()

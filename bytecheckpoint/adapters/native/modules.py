@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTree
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation, RankMissing, Scope, not_stored, rank_missing
@@ -252,19 +253,20 @@ class ModuleEntry:
                 # Hazard: without versions, modules that are not in it migrate what the load has put in place.
                 state._metadata = part.tree.versions()  # type: ignore[attr-defined]
                 result = part.tree.module.load_state_dict(state, strict=False)
-                left = [name for name in getattr(result, "unexpected_keys", ()) if name in new_values]
-                self._warn_of_left(part, {name: new_values[name] for name in left})
+                left = new_values.keys() & set(getattr(result, "unexpected_keys", ()))
+                self._warn_of_left(part, {name: new_values[name] for name in left}, checkpoint)
             elif part.flat is None:
                 self._run_load_hooks(part, checkpoint)
             if part.flat is not None:
                 part.flat.finish()
 
-    def _warn_of_left(self, part: ModulePart, left: Mapping[str, Any]) -> None:
+    def _warn_of_left(self, part: ModulePart, left: Mapping[str, Any], checkpoint: CheckpointView) -> None:
         """Warns of loaded values that load_state_dict() did not take, where the module still has others: its
         state_dict() made them of what no load fills, as bitsandbytes does of the offset of doubly quantized scales.
         """
-        now = {name: value for name, _, value in part.state()} if left else {}
-        differ = [join_fqn(self.fqn, name) for name in left if name in now and not _same(left[name], now[name])]
+        shown = ((join_fqn(self.fqn, plain), name, now) for name, plain, now in (part.state() if left else ()))
+        loaded = (each for each in shown if each[0] in checkpoint.tensors or each[0] not in self._detached)
+        differ = [fqn for fqn, name, now in loaded if name in left and not _same(left[name], now)]
         if differ:
             warnings.warn(
                 f"{and_more(differ, _NUM_SHOWN)}: the module's load_state_dict() does not take it, and it differs from "
@@ -362,7 +364,7 @@ class ModuleEntry:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Returns True if two values of a state_dict are equal, to the bit in plain data."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a is b or (a.dtype == b.dtype and torch.equal(a, b))
-    return type(a) is type(b) and encode_plain(a, "") == encode_plain(b, "")
+    """Returns True if two values of a state_dict are equal, to the bit."""
+    if isinstance(a, DTensor) and isinstance(b, DTensor):
+        a, b = a.to_local(), b.to_local()
+    return a is b or (type(a) is type(b) and encode_plain(a, "") == encode_plain(b, ""))

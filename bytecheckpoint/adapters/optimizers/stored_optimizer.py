@@ -176,8 +176,11 @@ class StoredOptimizer:
         """
         yield from chain.from_iterable(map(self.claims, filter(self.is_excluded, parameters)))
         saved = self._checkpoint.saved
-        taken = {tensor.fqn for source, tensor in saved.items() if not self._checkpoint.excludes(source)}
-        for name in self._groups.keys() - set(chain.from_iterable(map(self._names, parameters))):
+        lacking = self._groups.keys() - set(chain.from_iterable(map(self._names, parameters)))
+        # There may be an optimizer for each parameter, which mostly lacks none: then not all tensors are looked at.
+        sources = saved.items() if lacking else ()
+        taken = {tensor.fqn for source, tensor in sources if not self._checkpoint.excludes(source)}
+        for name in lacking:
             tensor = saved.get(self._source(name))
             if tensor is not None and tensor.fqn not in taken:
                 yield from self._claims_under(name)

@@ -238,6 +238,19 @@ def test_state_that_is_nested_below_its_key_is_taken_apart_and_put_together(tmp_
     assert parameter.shape == (8, 4)
 
 
+def test_exclude_beside_many_optimizers_does_not_judge_all_tensors_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.ModuleList(nn.Linear(1, 1) for _ in range(100))
+    optimizers = {str(number): torch.optim.SGD(layer.parameters()) for number, layer in enumerate(model)}
+    bcp.save(tmp_path, {"model": model, "optimizers": optimizers})
+    judged: list[str] = []
+    excludes = CheckpointView.excludes
+    monkeypatch.setattr(CheckpointView, "excludes", lambda view, fqn: (judged.append(fqn), excludes(view, fqn))[1])
+    bcp.load(tmp_path, {"model": model, "optimizers": optimizers}, exclude="model.0.bias")
+    assert len(judged) < 100 * len([*model.parameters()])
+
+
 def test_many_optimizers_are_put_into_another_form_without_a_look_at_all_tensors_for_each() -> None:
     names = [str(number) for number in range(100)]
     group: dict[str, Any] = {"w": {"params": {"w": None}, "values": {"lr": 0.1}}}
