@@ -171,10 +171,10 @@ def _fit(
     joined = [matrix for matrix in weights if matrix != names.down]
     num_rows = {(described[weights[each][0]][1][0], described[scales[each][0]][1][0]) for each in joined}
 
-    is_told = any(length.bit_count() > 1 for length in block)  # else the shapes tell as much
+    is_needed = any(length.bit_count() > 1 for length in block)  # else the shapes tell as much
 
     def are_whole(rows: int, of_scales: int) -> bool:
-        length = block[0] if is_told and of_scales == -(-rows // block[0]) else rows // of_scales
+        length = block[0] if is_needed and of_scales == -(-rows // block[0]) else rows // of_scales
         return rows == length * of_scales and (length in block[:1] or length.bit_count() == 1)
 
     return all(are_whole(*each) for each in num_rows)
