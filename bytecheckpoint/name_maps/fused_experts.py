@@ -85,7 +85,8 @@ def packed_weights(described: _Described) -> dict[str, tuple[int, ...]]:
 
 def with_packed_weights(manifest: Manifest) -> Manifest:
     """Returns the same checkpoint with each weight that files hold in MXFP4 as a tensor too, without chunks."""
-    packed = packed_weights(manifest.describe_all())
+    described = manifest.describe_all()
+    packed = packed_weights({**described, **{alias: described[fqn] for alias, fqn in manifest.aliases.items()}})
     records = {name: tensor_record("uint8", shape, ()) for name, shape in packed.items()}
     notes = manifest.map_notes._replace(packed={name: (MXFP4, shape) for name, shape in packed.items()})
     return replace(manifest, tensors={**manifest.tensors, **records}, map_notes=notes) if packed else manifest
@@ -170,8 +171,10 @@ def _fit(
     joined = [matrix for matrix in weights if matrix != names.down]
     num_rows = {(described[weights[each][0]][1][0], described[scales[each][0]][1][0]) for each in joined}
 
+    is_needed = any(length.bit_count() > 1 for length in block)  # else the shapes tell as much
+
     def are_whole(rows: int, of_scales: int) -> bool:
-        length = block[0] if block and of_scales == -(-rows // block[0]) else rows // of_scales
+        length = block[0] if is_needed and of_scales == -(-rows // block[0]) else rows // of_scales
         return rows == length * of_scales and (length in block[:1] or length.bit_count() == 1)
 
     return all(are_whole(*each) for each in num_rows)

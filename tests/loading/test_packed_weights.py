@@ -143,6 +143,30 @@ def test_a_state_with_places_for_packed_numbers_gets_them_as_they_are(tmp_path: 
     assert [name for name, value in stored.items() if not torch.equal(value, state[name])] == []
 
 
+def test_a_state_with_places_for_products_and_for_scales_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "mxfp4")
+    scales = bcp.open(tmp_path / "mxfp4").state_dict()[f"{DOWN}_scales"]
+    state = {DOWN: torch.zeros(NUM_EXPERTS, INNER, HIDDEN), f"{DOWN}_scales": torch.zeros_like(scales)}
+    report = bcp.load(tmp_path / "mxfp4", state, cast=True, strict=False)
+    assert len(report.mismatched) == 1
+    assert f"the state has a place for the scales '{DOWN}_scales' too" in report.mismatched[0]
+    assert not state[DOWN].any()
+    assert torch.equal(state[f"{DOWN}_scales"], scales)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_tied_packed_weights_are_the_products_under_both_names(tmp_path: Path, call: Any) -> None:
+    stored = dict(zip(("a.experts.w_blocks", "a.experts.w_scales"), packed(2, 8, 1), strict=True))
+    tied = {name.replace("a.", "b.", 1): name for name in stored}
+    save_file(stored, tmp_path / "model.safetensors", tied)
+    assert call("convert", tmp_path, tmp_path / "out", "--to", "bcp", "--dtype", "float32").code == 0
+    expected = product_of(*stored.values())
+    for path in (tmp_path / "out", tmp_path / "model.safetensors"):
+        state = {name: torch.zeros_like(expected) for name in ("a.experts.w", "b.experts.w")}
+        bcp.load(path, state, cast=True)
+        assert all(torch.equal(value, expected) for value in state.values())
+
+
 @pytest.mark.parametrize(
     ("blocks", "scales"),
     [

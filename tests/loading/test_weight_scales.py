@@ -365,12 +365,13 @@ def test_experts_whose_blocks_would_not_be_whole_in_a_stack_are_refused(tmp_path
         bcp.load(tmp_path / "fp8", {"model": model}, cast=True)
 
 
-@pytest.mark.parametrize(("block", "is_whole"), [(96, True), (128, False), (160, False)])
+@pytest.mark.parametrize(
+    ("rows", "block", "is_whole"), [(192, 96, True), (192, 128, False), (256, 160, False), (64, 128, True)]
+)
 def test_experts_whose_blocks_the_configuration_tells_fill_stacks_if_these_are_whole(
-    tmp_path: Path, block: int, *, is_whole: bool
+    tmp_path: Path, rows: int, block: int, *, is_whole: bool
 ) -> None:
-    """Of 256 rows, blocks of 160 are two, as those of 128 would be."""
-    rows = 256 if block == 160 else 192
+    """Of 256 rows, blocks of 160 are two, as those of 128 would be. Of 64 rows, a block of 128 is one of 64."""
     expected = write_experts(tmp_path / "fp8", rows=rows, block=block)
     quantization = {"quantization_config": {"weight_block_size": [block, block]}}
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(quantization))

@@ -98,12 +98,19 @@ class WeightScales:
         `is_kept` says that the scales of this name are wanted as they are. Returns what a load fills, and the name of
         its chunks: memory for packed numbers in place of a shard, else the same.
 
-        Raises the errors of `blocks_of`.
+        Raises the errors of `blocks_of`, and CheckpointMismatchError (conflict) for a packed weight whose scales are
+        wanted as they are.
         """
         weight = self._saved.get(stored_fqn)
         names = names_beside(weight, shard.dtype, self._saved) if weight else ()
-        if weight is None or not names or is_kept(names[0]):
+        if weight is None or not names or (is_kept(names[0]) and weight.dtype != MXFP4):
             return shard, stored_fqn
+        if is_kept(names[0]):
+            raise CheckpointMismatchError(
+                f"the state has a place for the scales {names[0]!r:.200} too, by which the product would be multiplied "
+                f"again; take {weight.fqn!r:.200} without its scales, or the packed numbers with them",
+                kind="conflict",
+            )
         self.names.update(names)
         scales, *packed = map(self._saved.__getitem__, names)
         blocks = blocks_of(weight, scales, self._saved, self._metadata)
