@@ -14,7 +14,7 @@ from . import exit_codes
 from .analysis.data_streams import data_records
 from .analysis.module_tree import ModuleNode, build_tree
 from .analysis.save_layout import compression_of, writers_of
-from .analysis.summary import ManifestSummary, TensorEntry, file_rows, plain_objects
+from .analysis.summary import ManifestSummary, PlainSummary, TensorEntry, file_rows, plain_objects
 from .arguments import (
     AccessOptions,
     LocalFile,
@@ -189,15 +189,25 @@ def show(
     return exit_codes.FINE
 
 
-def _write_report(path: str, opened: Opened, summary: ManifestSummary, **contents: Any) -> None:
-    """Writes the page about a checkpoint; `contents` are those of its ReportContents without the records."""
+def _write_report(
+    path: str,
+    opened: Opened,
+    summary: ManifestSummary,
+    *,
+    tensors: Sequence[TensorEntry],
+    stats: Mapping[str, TensorStats] | None,
+    objects: Sequence[PlainSummary] | None,
+    histograms: Mapping[str, Histogram],
+    is_selected: bool,
+) -> None:
     # What a summary does not need takes as long to import as all that it does.
     from bytecheckpoint.diagnostics.telemetry import read_save_records  # noqa: PLC0415
 
     from .render.html.checkpoint_page import ReportContents, checkpoint_page  # noqa: PLC0415
 
     records = read_save_records(opened.store, opened.folder, opened.manifest.save_id)
-    write_text(path, checkpoint_page(opened, summary, ReportContents(records=records, **contents)))
+    report = ReportContents(tensors, is_selected, stats, objects, records, histograms)
+    write_text(path, checkpoint_page(opened, summary, report))
 
 
 def _read_histograms(opened: Opened, tensors: Sequence[TensorEntry], *, is_selected: bool) -> dict[str, Histogram]:

@@ -26,7 +26,7 @@ class CursorLoader:
     """The elastic loader of a data loader with one position for all ranks."""
 
     read: Callable[[], Any]
-    """Returns the position, a dict that has `key`."""
+    """Returns the position, a dict that has `key`, as `load` takes it back."""
     load: Callable[[Any], None]
     key: str
     refuse_inexact: Callable[[], str | None] = lambda: None

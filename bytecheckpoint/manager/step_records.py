@@ -82,23 +82,22 @@ class StoredStep(NamedTuple):
 def check_metrics(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
     """Returns the metrics as plain floats; scalars of numpy and torch are accepted.
 
-    Raises CheckpointMismatchError (conflict), which is a ValueError, for what is no mapping; and one that names the
-    metric for a value that is no number, or a name that is no text or is empty.
+    Raises CheckpointMismatchError (conflict) for what is no mapping; and one that names the metric for a value that is
+    no number, or a name that is no text or is empty.
     """
-    given, checked = metrics or {}, {}
-    if not hasattr(given, "items"):
-        raise CheckpointMismatchError(f"metrics are a mapping, not {given!r:.100}", kind="conflict")
-    for name, value in given.items():
+    checked: dict[str, float] = {}
+    try:
+        items = (metrics or {}).items()
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # an array or tensor has no truth value
+        raise CheckpointMismatchError(f"metrics are a mapping, not {metrics!r:.100}", kind="conflict") from error
+    for name, value in items:
         try:
             if not isinstance(name, str) or not name or isinstance(value, str | bytes):
                 raise TypeError
             checked[name] = float(value.detach() if hasattr(value, "detach") else value)  # float() of a loss warns
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch raises RuntimeError
-            raise CheckpointMismatchError(
-                f"metrics are numbers by name, such as {{'val_loss': 0.25}}, not {name!r}: {value!r:.100}; nothing was "
-                "saved",
-                kind="conflict",
-            ) from error
+            what = f"metrics are numbers by name, such as {{'val_loss': 0.25}}, not {name!r}: {value!r:.100}"
+            raise CheckpointMismatchError(f"{what}; nothing was saved", kind="conflict") from error
     return checked
 
 

@@ -392,6 +392,19 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path, call: Any, argumen
     assert bcp.open(tmp_path / "there")["w"][...].tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("arguments", [{"planner": OtherSavePlanner()}, {"on_conflict": "warn"}])
+@pytest.mark.parametrize("call", [dcp.save, dcp.async_save])
+def test_an_argument_is_refused_before_a_state_dict_is_asked_for(
+    tmp_path: Path, call: Any, arguments: dict[str, Any]
+) -> None:
+    class Gathered(Shown):
+        def state_dict(self) -> dict[str, Any]:
+            pytest.fail("the model was gathered for a save that is refused")
+
+    with pytest.raises(ValueError, match=r"OtherSavePlanner|on_conflict takes"):
+        call({"app": Gathered({})}, checkpoint_id=tmp_path, **arguments)
+
+
 @pytest.mark.parametrize("is_flat", [True, False])
 def test_options_of_the_default_planners_are_taken(tmp_path: Path, is_flat: bool) -> None:
     planner = DefaultSavePlanner(flatten_state_dict=is_flat, flatten_sharded_tensors=is_flat)

@@ -239,6 +239,14 @@ def test_metrics_are_numbers() -> None:
             step_records.check_metrics(wrong)
 
 
+@pytest.mark.parametrize("given", [np.ones(3), torch.ones(2), [1.0], "low"], ids=["array", "tensor", "list", "text"])
+def test_what_is_no_mapping_of_metrics_is_refused_as_such(store: Store, given: Any) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match="metrics are a mapping, not ") as raised:
+        step_records.report(store, folder(2), given, time=1.0)
+    assert raised.value.kind == "conflict"
+    assert list_steps(store)[1].info.metrics == {"loss": 0.5}
+
+
 def test_a_loss_that_requires_grad_is_a_metric_without_a_warning() -> None:
     assert step_records.check_metrics({"loss": torch.tensor(0.5, requires_grad=True)}) == {"loss": 0.5}
 

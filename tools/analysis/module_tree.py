@@ -36,6 +36,7 @@ class _SignedNode(NamedTuple):
 
 
 def build_tree(tensors: Iterable[TensorEntry]) -> list[ModuleNode]:
+    """Returns the top-level nodes."""
     nested: dict[str | None, Any] = {}
     for tensor in tensors:
         level = nested

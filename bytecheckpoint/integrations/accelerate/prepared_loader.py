@@ -90,6 +90,7 @@ class PreparedLoader:
             )
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
+        """Keeps the state for `go_on`."""
         self._loaded_state = streams, shared
 
     def go_on(self, name: str, restore_rng: Callable[[], object] | None) -> None:

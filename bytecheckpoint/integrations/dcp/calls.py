@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -30,6 +30,7 @@ from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.integrations.dcp.conflicts import OnConflict
 from bytecheckpoint.integrations.dcp.storage import (
     LOAD_PLANNER_ADVICE,
+    SAVE_PLANNER_ADVICE,
     BcpStorageReader,
     BcpStorageWriter,
     PathLike,
@@ -83,12 +84,11 @@ def save(
     """
     del use_collectives
     place = _place(BcpStorageWriter, storage_writer, checkpoint_id, storage_options)
-    options = _save_options(storage_writer, options)
+    options = _save_options(storage_writer, options, planner=planner, on_conflict=on_conflict)
     with _ranks_of(process_group, storage_writer, no_dist=no_dist) as group:
         handle = begin_save(
             _shown(state_dict),
             place,
-            planner=planner,
             process_group=group,
             options=options,
             on_conflict=on_conflict,
@@ -132,7 +132,7 @@ def async_save(
     """
     del async_checkpointer_type, use_collectives
     place = _place(BcpStorageWriter, storage_writer, checkpoint_id, storage_options)
-    options = _save_options(storage_writer, options)
+    options = _save_options(storage_writer, options, planner=planner, on_conflict=on_conflict)
     is_staged_later = stages_later(async_stager)
     if is_staged_later and options.snapshot == "auto":
         options = replace(options, snapshot="lazy")
@@ -140,7 +140,6 @@ def async_save(
         handle = begin_save(
             _shown(state_dict),
             place,
-            planner=planner,
             process_group=group,
             options=options,
             on_conflict=on_conflict,
@@ -295,10 +294,19 @@ def _place(
     return LoadTarget(os.fspath(path), "latest", storage_options if storage_options is not None else of_plug_in)
 
 
-def _save_options(writer: object, options: SaveOptions | None) -> SaveOptions:
+def _save_options(
+    writer: object, options: SaveOptions | None, *, planner: SavePlanner | None, on_conflict: OnConflict
+) -> SaveOptions:
     """Returns the options of the call, or those of the writer if the call has none, changed as the keywords of the
     writer say. Without a keyword `overwrite`, that option is True.
+
+    Raises CheckpointMismatchError (conflict) for a planner other than None or a DefaultSavePlanner, and ValueError for
+    another `on_conflict`: before a state_dict(), which may gather a whole model, is asked for.
     """
+    if planner is not None:
+        refuse_other(DefaultSavePlanner, planner, SAVE_PLANNER_ADVICE)
+    if on_conflict not in {"per_rank", "error"}:
+        raise ValueError(f"on_conflict takes 'per_rank' or 'error', not {on_conflict!r}")
     if not isinstance(writer, BcpStorageWriter):
         return replace(given_or_default(options, SaveOptions), overwrite=True)
     if options is None:

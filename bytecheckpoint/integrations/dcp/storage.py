@@ -193,7 +193,6 @@ class BcpStorageWriter(StorageWriter):
             handle = begin_save(
                 state,
                 LoadTarget(os.fspath(self.path), None, self.storage_options),
-                planner=planner,
                 process_group=own_group or group,
                 options=self.options,
                 on_conflict="per_rank",
@@ -219,7 +218,6 @@ def begin_save(
     state: Mapping[str, Any],
     place: LoadTarget,
     *,
-    planner: SavePlanner | None,
     process_group: dist.ProcessGroup | None,
     options: SaveOptions,
     on_conflict: OnConflict,
@@ -227,13 +225,7 @@ def begin_save(
 ) -> SaveHandle:
     """Saves a state whose Stateful values were replaced by their state_dict(). Values that differ between ranks are
     saved for each rank, or refused, as `on_conflict` says.
-
-    Raises CheckpointMismatchError (conflict) for a planner other than None or a DefaultSavePlanner.
     """
-    if planner is not None:
-        refuse_other(DefaultSavePlanner, planner, SAVE_PLANNER_ADVICE)
-    if on_conflict not in {"per_rank", "error"}:
-        raise ValueError(f"on_conflict takes 'per_rank' or 'error', not {on_conflict!r}")
     timeout_s = options.timeout_s
     kept = mark_differing(
         state, path=place.root, process_group=process_group, timeout_s=timeout_s, on_conflict=on_conflict

@@ -49,4 +49,5 @@ class RoleManager:
         self._saves.wait()
 
     def _load(self, local_path: str) -> None:
+        """Loads what `load_contents` names from a committed checkpoint."""
         raise NotImplementedError

@@ -30,6 +30,7 @@ class RunRow(NamedTuple):
 
     @property
     def rate(self) -> float | None:
+        """Bytes a second."""
         return self.item.num_bytes / self.timings.seconds if self.timings.seconds else None
 
 
