@@ -13,6 +13,7 @@ Nothing of Megatron is imported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -202,7 +203,8 @@ def _piece(fqn: str, sharded: Any, source: torch.Tensor | None) -> ShardedPiece:
         what = f"a ShardedTensor with data of shape {list(data.shape)} and local_shape {list(sharded.local_shape)}"
         raise unsupported(name, what, "give both the same shape")
     num_prepended = getattr(sharded, "prepend_axis_num", 0)
-    shape, offsets = tuple(sharded.global_shape), tuple(sharded.global_offset)
+    # index() also makes Python's integers of numpy's, and refuses all else.
+    shape, offsets = tuple(map(index, sharded.global_shape)), tuple(map(index, sharded.global_offset))
     lengths = (1,) * num_prepended + tuple(data.shape)
     region = Region(offsets, lengths)
     if not len(shape) == len(offsets) == len(lengths) or not lies_inside(region, whole(shape)):

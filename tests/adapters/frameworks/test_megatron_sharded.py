@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron_like import (
@@ -83,6 +84,19 @@ def test_a_dict_of_sharded_objects_is_a_model(tmp_path: Path) -> None:
         layer.tolist() for layer in layers
     ]
     assert state["model"]["iteration"] == 3
+
+
+def test_places_in_numpys_integers_are_saved_and_loaded(tmp_path: Path) -> None:
+    def tree(values: Tensor) -> dict[str, Any]:
+        starts = np.cumsum([0, 1])  # as a program has them that adds up the lengths of its parts
+        shape = (np.int64(4), 3)
+        parts = zip((values[:1], values[1:]), starts, strict=True)
+        return {"model": [sharded("w", part, global_shape=shape, global_offset=(at, 0)) for part, at in parts]}
+
+    bcp.save(tmp_path, tree(numbers(4, 3)))
+    loaded = torch.zeros(4, 3)
+    bcp.load(tmp_path, tree(loaded))
+    assert torch.equal(loaded, numbers(4, 3))
 
 
 def test_a_model_loads_what_a_dict_saved_and_is_found_in_its_wrappers(tmp_path: Path) -> None:
