@@ -307,6 +307,7 @@ def _checked_codec(name: str, value: object) -> str | tuple[tuple[str, str], ...
 
 
 def _checked_map_name(value: object) -> str:
+    """Returns the name of a map, or its path with ~ expanded. No map is looked for."""
     name = os.fspath(value) if isinstance(value, os.PathLike) else value
     if isinstance(name, str) and name and "\0" not in name:
         return os.path.expanduser(name)  # noqa: PTH111 - it is kept as a str
@@ -326,6 +327,7 @@ def _is_map_option(pair: object) -> bool:
 
 
 def _checked_folder(name: str, value: object) -> str | None:
+    """Returns the path with ~ expanded. The folder need not exist."""
     folder = os.fspath(value) if isinstance(value, os.PathLike) else value
     if folder is None:
         return None

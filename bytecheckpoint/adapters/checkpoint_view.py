@@ -343,6 +343,7 @@ class CheckpointView:
         """Keys: state FQNs of all tensors and plain data that include and exclude let through."""
         if self.tensor_dicts.keys() < {*self._manifest.objects, *self._manifest.rank_objects}:
             return dict.fromkeys(chain(self.tensors, self.tree_leaves))
+        # Long dicts of tensors alone are not walked.
         return dict.fromkeys(chain(self.tensors, *(refs.values() for refs in self.tensor_dicts.values())))
 
     @cached_property

@@ -196,7 +196,10 @@ def _refuse_repeats(loader: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _for_this_size(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of litData's state for the sizes of this loader. litData changes the state that it is given."""
+    """Returns a copy, because litData changes the state that it is given, of the state with which a loader of other
+    sizes (ranks, workers, batch) goes on: with its own sizes if no sample of the epoch was taken, else with values that
+    make litData go on at the position of all ranks. For a loader of the same sizes it is as saved.
+    """
     copied: dict[str, Any] = copy.deepcopy(state)
     saved = copied["dataset"]
     if not saved["sample_in_epoch"]:  # at the start of an epoch any sizes will do

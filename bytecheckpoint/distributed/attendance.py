@@ -144,7 +144,7 @@ class Attendance:
         """Returns True if the call has failed on another rank, so that the next message of the coordinator is an error.
         The next messages of this rank are those with the numbers `num_up` and `num_down`, and not the first.
 
-        Raises as `raise_found` does for ranks that have ended and send to this one.
+        Raises as `raise_found` does, after `leave_for`, for ranks that have ended and send to this one.
         """
         if self._blocks.senders(self._blocks.rank) and self.look_for_senders(call, num_up):
             self.raise_found(leave_for)

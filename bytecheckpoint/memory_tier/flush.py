@@ -46,7 +46,7 @@ _BLOCK = "-parity-"
 
 
 class MemoryCheckpoint(NamedTuple):
-    """One version that a host knows."""
+    """A memory checkpoint of which a host has the manifest."""
 
     location: str
     """Path or URL of the root that it can be committed below."""
@@ -55,6 +55,7 @@ class MemoryCheckpoint(NamedTuple):
     save_id: str
     step: int
     is_complete: bool
+    """True if all hosts are known to have the manifest."""
     num_here: int
     """Its data files that are here; the manifest has `num_files`."""
     num_files: int

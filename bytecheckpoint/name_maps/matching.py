@@ -93,7 +93,7 @@ class Translation(NamedTuple):
     stacked: str
     """The field that the other side's names lack, "" for none."""
     num_layers: Mapping[int, int]
-    """By rule, the layers in tensors that hold all layers."""
+    """By rule, the number of layers in tensors that hold all layers."""
 
     def translate(self, fqn: str) -> tuple[str, ...]:
         """Returns all names that the other side has for a name, several if the tensor is split there; none if the map

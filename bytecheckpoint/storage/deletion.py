@@ -42,7 +42,9 @@ def files_of_checkpoint(store: Store, folder: str) -> list[str]:
 
 
 def written_files(store: Store, folder: str, manifest: Manifest) -> list[str]:
-    """Returns the names, inside its folder, of the files that the save of this manifest has written."""
+    """Returns the names, inside its folder, of the data files and telemetry that the save of this manifest has
+    written. Lists the folder of the telemetry, and raises like `Store.list`.
+    """
     # Hazard: these are deleted. A manifest may also point to files of others, such as another step's.
     prefix = f"{DATA_FOLDER}/{manifest.save_id}-"
     data = [file.name for file in manifest.files if file.name.startswith(prefix)]

@@ -676,6 +676,14 @@ def test_a_damaged_or_hostile_pickle_is_one_clear_error(tmp_path: Path, case: st
     assert "checkpoint.pt" in error.message
 
 
+def test_an_object_is_made_without_keywords_and_refused_with_them(tmp_path: Path) -> None:
+    made = b"\x80\x04}X\x01\x00\x00\x00accollections\nOrderedDict\n)%b\x92s."
+    assert bcp.load_tree(with_pickle(tmp_path, made % b"}")) == {"a": {}}
+    error = refused(with_pickle(tmp_path, made % b"}X\x01\x00\x00\x00bK\x01s"))
+    assert error.kind == "bad_manifest"
+    assert "makes an object from keywords" in error.message
+
+
 def test_large_integers_and_keys_come_back(tmp_path: Path) -> None:
     objects = plain_leaves(bcp.open(save({"a": {1 << 70: 2, -5: 3}, "b": 1 << 8000}, tmp_path)))
     assert objects == {f"a.{1 << 70}": 2, "a.-5": 3, "b": 1 << 8000}

@@ -148,7 +148,9 @@ def _files(entries: Mapping[str, int | None]) -> list[tuple[str, int]]:
 
 
 def _runs_to_list(listed_folders: Sequence[_ListedFolder]) -> tuple[list[_ListedFolder], list[str]]:
-    """Returns the folders to list one level further, and the names of the others."""
+    """Returns the folders to list one level further, and the names of those skipped: that could not be listed, or
+    that would exceed MAX_RUN_FOLDERS folders in all.
+    """
     runs: list[_ListedFolder] = []
     skipped: list[str] = []
     num_folders = 0

@@ -105,8 +105,9 @@ def shown_by(optimizer: torch.optim.Optimizer, inner: Sequence[Any]) -> ShownSta
 
 
 def _count_tensors(value: Any, shapes: Shapes, *, depth: int, is_known: bool) -> bool:
-    """Counts the tensors in a part of a state_dict, by shape, into `shapes`. Returns True if it also has plain data
-    that belongs to no parameter, or containers at `depth`; `is_known` says that this part belongs to one.
+    """Counts the tensors in a part of a state_dict outside its param_groups, by shape, into `shapes`. Returns True if
+    it also has plain data there that belongs to no parameter, or containers `depth` levels below; `is_known` says that
+    this part belongs to one.
     """
     if isinstance(value, torch.Tensor):
         shapes[tuple(value.shape)] += 1

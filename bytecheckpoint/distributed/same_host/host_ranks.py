@@ -47,7 +47,9 @@ class HostRanks:
 
     @property
     def max_parts_of_arena(self) -> int:
-        """Announced parts in each of this rank's arenas, so that they and their answers fill half a queue at most."""
+        """The most parts that this rank may have announced in each of its two arenas: those of all ranks, and their
+        answers, then fill half a queue at most.
+        """
         return max(1, QUEUE_MESSAGES // (8 * (1 + len(self.others))))
 
     def open(self, offers: Mapping[int, MemoryOffer]) -> None:

@@ -137,7 +137,7 @@ class _Machine:
             "\x93": self._stack_global,
             "R": self._reduce,
             "\x81": self._reduce,  # NEWOBJ: a class and its arguments, as a call
-            "\x92": self._new_with_keywords,
+            "\x92": self._new_without_keywords,  # NEWOBJ_EX
             "b": self._build,
             "Q": lambda _: push(self._find_persistent(stack.pop())),
         }
@@ -216,7 +216,7 @@ class _Machine:
         if self._bytes_made > MAX_PICKLE_BYTES:
             raise PickleError(f"it makes more than {MAX_PICKLE_BYTES} bytes of values out of those that it has")
 
-    def _new_with_keywords(self, _: Any) -> None:
+    def _new_without_keywords(self, _: Any) -> None:
         if self._stack.pop():
             raise PickleError("it makes an object from keywords")
         self._reduce()

@@ -78,6 +78,7 @@ def client_for(options: Mapping[str, Any]) -> S3Client:
 
 @lru_cache(maxsize=_MAX_CACHED_CLIENTS)
 def _make_client(key: _ClientKey) -> S3Client:
+    """Makes a client. Only a search for credentials, if the options give none, makes requests."""
     options = {name: value for name, value in key.options.items() if name not in _FILE_OPTIONS}
     num_connections = options.pop("max_concurrency", None)
     extra = dict(options.pop("s3_additional_kwargs", None) or {})

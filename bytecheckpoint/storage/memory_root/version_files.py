@@ -51,10 +51,11 @@ class VersionRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldVersion(NamedTuple):
-    """A version that a host knows."""
+    """A memory checkpoint, called a version, of which a host has the manifest."""
 
     record: VersionRecord
     is_complete: bool
+    """True if all hosts are known to have the manifest."""
     content: bytes
     """The manifest, encoded."""
     files: tuple[DataFile, ...]
