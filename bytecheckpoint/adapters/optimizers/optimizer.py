@@ -196,9 +196,13 @@ class OptimizerEntry:
         claims.update(left_out)
         skipped.update(fqn for fqn in left_out if fqn in checkpoint.tensors or fqn in checkpoint.tree_leaves)
         expectation.problems.extend(self._find_refused(stored).problems)
-        whole = (state.expect() for state in self._param_states(stored))
-        flat = (state.expect(stored) for state in self._flat_states(stored))
-        for of_state in chain(whole, flat):
+        targets: list[tuple[str, torch.Tensor]] = []
+        for whole in self._param_states(stored):
+            expectation.problems.extend(whole.expect(targets))
+        shards = LocalShards(with_addresses=True)
+        shards.add_all(targets)  # at once, as there may be 100,000 parameters
+        expectation.shards.extend(shards.found)
+        for of_state in (state.expect(stored) for state in self._flat_states(stored)):
             expectation.shards.extend(of_state.shards)
             expectation.problems.extend(of_state.problems)
             padding += of_state.padding

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, placeholder
-from bytecheckpoint.adapters.expectation import Expectation, Problem, not_stored
+from bytecheckpoint.adapters.expectation import Problem, not_stored
 from bytecheckpoint.adapters.native.module_walk import target_device
 from bytecheckpoint.adapters.native.parameter_names import ParameterNames, check_state_key
 from bytecheckpoint.adapters.native.subclass_flatten import dtensor_like, is_subclass, parts_of, restored
 from bytecheckpoint.adapters.native.subclass_match import SubclassState
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
-from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, dtype_name, torch_dtype
+from bytecheckpoint.adapters.shards import PLAIN_TENSORS, dtype_name, torch_dtype
 from bytecheckpoint.adapters.torch_types import DTensor
 from bytecheckpoint.errors import and_more
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn, unsupported
@@ -162,11 +162,13 @@ class ParamState:
         """True if the parameter had its shape when its state was saved, as far as the checkpoint tells."""
         return self._stored.fits(self._names, tuple(self.parameter.shape))
 
-    def expect(self) -> Expectation:
-        """Returns the targets of the stored tensors, and what the optimizer has that the checkpoint lacks."""
+    def expect(self, targets: list[tuple[str, torch.Tensor]]) -> list[Problem]:
+        """Adds the targets of the stored tensors to `targets`, each with its FQN. Returns what does not fit, and what
+        the optimizer has that the checkpoint lacks.
+        """
         stored, names, subclasses = self._stored, self._names, self._subclasses
         if stored.had_none(names):
-            return Expectation([], set(), [])
+            return []
         problems = [] if self.fits else list(stored.misfits(names, tuple(self.parameter.shape)))
         if stored.group(names) is None:
             problems.append(not_stored(self._groups_fqn))
@@ -174,27 +176,26 @@ class ParamState:
             fqn = self._prefix + key
             problems.append(Problem("conflict", fqn, f"{fqn}: {why}"))
         if not self.fits:
-            return Expectation([], set(), problems)
+            return problems
         plain = stored.plain(names)
         numbers = (key for key, value in subclasses.own.items() if is_number(value))
         problems += [not_stored(self._prefix + key) for key in numbers if key not in plain and key not in self._tensors]
-        return Expectation(self._shards(plain), set(), problems)
+        targets += self._targets(plain)
+        return problems
 
-    def _shards(self, plain: Mapping[str, tuple[str, Any]]) -> list[LocalShard]:
+    def _targets(self, plain: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
         subclasses = self._subclasses
-        shards = LocalShards(with_addresses=True)
         for key, (fqn, tensor) in self._tensors.items():
             if not subclasses.takes(key):
                 continue
             own = subclasses.own.get(key)
             target = own if isinstance(own, torch.Tensor) else self._created.get((id(self.parameter), fqn))
-            shards.add(fqn, self._new(key, tensor, torch.device("meta")) if target is None else target)
+            yield fqn, self._new(key, tensor, torch.device("meta")) if target is None else target
         for key, value in subclasses.own.items():
             is_plain = key in plain and is_number(plain[key][1]) and is_scalar(value)
             is_own = isinstance(value, torch.Tensor) and key not in self._tensors and not is_plain
             if is_own and subclasses.takes(key) and not subclasses.is_elsewhere(key):
-                shards.add(self._prefix + key, value)
-        return shards.found
+                yield self._prefix + key, value
 
     def _new(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
         """Makes a state tensor. It is sharded like its parameter if it has the shape of the parameter, and whole

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from training import same_value
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters import shards
 from bytecheckpoint.adapters.checkpoint_view import StoredTensor
 from bytecheckpoint.adapters.frameworks import flat_optimizer_state
 from bytecheckpoint.adapters.native.subclass_match import SubclassState
@@ -345,3 +346,24 @@ def test_factors_in_a_list_lie_in_memory_as_those_that_the_optimizer_has(tmp_pat
     assert first.stride() == (1, 3)
     assert torch.equal(first, torch.arange(9.0).view(3, 3).T)
     assert torch.equal(second, torch.arange(4.0))
+
+
+def test_a_load_looks_at_the_state_of_many_parameters_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ParameterList([torch.ones(2) for _ in range(100)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(2)
+    optimizer.step()
+    bcp.save(tmp_path / "1", {"model": model, "optimizer": optimizer})
+    optimizer.step()
+    looks, look_at = [], shards.look_at
+
+    def noted(tensors: Any, **options: Any) -> Any:
+        looks.append(len(tensors))
+        return look_at(tensors, **options)
+
+    monkeypatch.setattr(shards, "look_at", noted)
+    bcp.load(tmp_path / "1", {"model": model, "optimizer": optimizer})
+    assert sum(looks) == 400  # a parameter, its step and two moments
+    assert len(looks) <= 3  # 256 at once stay in the processor's cache
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
