@@ -327,8 +327,8 @@ class BcpCheckpointManager(BaseCheckpointManager):
         tied = {id(named[name]) for name in loaded if name in named}
         left = [name for name, each in named.items() if isinstance(each, nn.Parameter) and id(each) not in tied]
         if left and rank_in(None) == 0:
-            adapter = type(self._sd_adapter).__name__
-            logger.warning("%s: %s has no names for %s, which keep their first values", path, adapter, and_more(left, 10))
+            who = type(self._sd_adapter).__name__
+            logger.warning("%s: %s has no names for %s, which keep their first values", path, who, and_more(left, 10))
 
 
 def _data_state(dataloader: Any, elastic: Elastic | None) -> DataLoaderState | None:
