@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from bytecheckpoint import api
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
+from bytecheckpoint.errors import and_more
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.integrations.dcp.calls import SaveFuture
 from bytecheckpoint.integrations.shared.agreed_folders import on_rank_0, record_together
@@ -316,8 +317,18 @@ class BcpCheckpointManager(BaseCheckpointManager):
         else:
             self._load_weights(path, weights)
         own = self._sd_adapter.from_hf(weights)
+        self._warn_of_unnamed(path, own)
         for part in self._model_parts:
             part.load_state_dict(own, strict=False)
+
+    def _warn_of_unnamed(self, path: str, loaded: Collection[str]) -> None:
+        """Has rank 0 name the parameters that the adapter left out: torchtitan 0.3.0 forgets the experts of gpt-oss."""
+        named = {name: each for part in self._model_parts for name, each in part.state_dict(keep_vars=True).items()}
+        tied = {id(named[name]) for name in loaded if name in named}
+        left = [name for name, each in named.items() if isinstance(each, nn.Parameter) and id(each) not in tied]
+        if left and rank_in(None) == 0:
+            who = type(self._sd_adapter).__name__
+            logger.warning("%s: %s has no names for %s, which keep their first values", path, who, and_more(left, 10))
 
 
 def _data_state(dataloader: Any, elastic: Elastic | None) -> DataLoaderState | None:

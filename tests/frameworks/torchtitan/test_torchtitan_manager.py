@@ -314,6 +314,22 @@ def test_weights_go_to_hugging_face_and_come_back(tmp_path: Path) -> None:
     again.manager.close()
 
 
+def test_parameters_that_the_adapter_forgets_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path, last_save_model_only=True, last_save_in_hf=True)
+    run.step(last=True)
+    run.manager.close()
+    other = Run(
+        tmp_path / "other", seed=1, initial_load_path=str(tmp_path / "checkpoint/step-1"), initial_load_in_hf=True
+    )
+    assert other.manager.load()
+    assert "has no names" not in caplog.text
+    other.manager._sd_adapter.from_hf_map.pop("model.layers.{}.mlp.up_proj.weight")
+    assert other.manager.load()
+    other.manager.close()
+    assert "Llama3StateDictAdapter has no names for layers.0.feed_forward.w3.weight" in caplog.text
+    assert "norm" not in caplog.text.rpartition("has no names")[2]
+
+
 def test_a_run_goes_back_to_an_earlier_step_and_replaces_later_ones(run: Run, tmp_path: Path) -> None:
     for _ in range(3):
         run.step()
