@@ -22,11 +22,11 @@ from bytecheckpoint.saving import handle as handle_module
 from bytecheckpoint.saving import recover, target
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.tools import gc_command
+from bytecheckpoint.tools import arguments, gc_command
 from faults.object_world import SCHEME, Operation, WorldStore
 from faults.seams import Seam, Seen, before, seen
 
-OPENERS = (api, find_checkpoint, recover, target, gc_command)
+OPENERS = (api, find_checkpoint, recover, target, arguments)
 """Where stores are opened."""
 NOTHING = -1.0
 """What a state holds before it is loaded into."""
