@@ -36,13 +36,8 @@ def advise(memory: mmap.mmap, *, large_pages: bool) -> None:
 
 
 def map_block(num_bytes: int) -> memoryview:
-    """Returns memory aligned to pages: it can be written past the page cache, and read into at full speed. Where memory
-    begins up to 32 bytes behind a page, as large blocks of malloc do, Zen 3 copies pages into it at a third of that.
-    """
-    try:
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"no memory for a block of {num_bytes} bytes: {error}") from error
+    """Returns memory aligned to pages, so that it can be written past the page cache."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advise(memory, large_pages=True)
     return memoryview(memory)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
 import xxhash
 
 from bytecheckpoint.errors import CheckpointCorruptError
@@ -43,7 +45,15 @@ class HostMemory:
         return byte_length
 
     def new_buffers(self, num_buffers: int, byte_length: int) -> BufferPool:
-        return BufferPool(byte_length, num_buffers)
+        return BufferPool(byte_length, num_buffers, new_block=_new_block)
+
+
+def _new_block(num_bytes: int) -> memoryview:
+    """Returns memory that begins a page. Zen 3 copies a page at a third of its speed into memory that begins up to 32
+    bytes behind one, as large blocks of malloc do.
+    """
+    memory = np.empty(num_bytes + mmap.PAGESIZE, np.uint8)  # a bytearray would be zeroed first
+    return memory[-memory.ctypes.data % mmap.PAGESIZE :][:num_bytes].data
 
 
 def max_bytes_at_once(store: Store, *, scratch_bytes: int, threads: int) -> int:

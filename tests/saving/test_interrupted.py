@@ -4,8 +4,6 @@ saves that share what there is little of.
 
 from __future__ import annotations
 
-import errno
-import mmap
 import threading
 import time
 from collections import deque
@@ -13,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -156,15 +155,15 @@ class NoStore:
 
 
 def test_reads_do_not_wait_for_scratch_memory_that_could_not_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    mapped = mmap.mmap
-    left = [OSError(errno.ENOMEM, "no memory")]
+    empty = np.empty
+    left = [MemoryError("no memory")]
 
-    def failing(*arguments: Any, **options: Any) -> Any:
+    def failing(*arguments: Any) -> Any:
         if left:
             raise left.pop()
-        return mapped(*arguments, **options)
+        return empty(*arguments)
 
-    monkeypatch.setattr(mmap, "mmap", failing)
+    monkeypatch.setattr(range_reader.np, "empty", failing)
     file = DataFile("f", 1000)
     reads = [Fetch(0, start, 100, (), is_direct=False) for start in range(0, 1000, 100)]
 

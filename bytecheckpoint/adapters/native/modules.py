@@ -14,7 +14,6 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTree
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation, RankMissing, Scope, not_stored, rank_missing
@@ -35,6 +34,7 @@ from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shard_columns import ShardBlocks, WholeTensors
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, refuse_lazy
 from bytecheckpoint.adapters.tied import split_tied, with_flat_ties
+from bytecheckpoint.adapters.torch_types import DTensor
 from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, keep_for_rank
 from bytecheckpoint.errors import and_more
 from bytecheckpoint.manifest.plain_wire import join_fqn
