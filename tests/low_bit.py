@@ -172,3 +172,10 @@ class LowBitSGD(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
+
+
+def differing(model: nn.Module, expected: dict[str, torch.Tensor]) -> list[str]:
+    """Returns the names of the tensors that are not as expected, of which a model has no more and no fewer."""
+    found = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in model.state_dict().items()}
+    assert found.keys() == expected.keys()
+    return [name for name, value in found.items() if not torch.equal(value, expected[name])]

@@ -84,7 +84,7 @@ class _Transfer(ConnectedThreads):
     def __init__(self, ranks: Ranks, offered: Sequence[memoryview], timeout_s: float, *, num_peers: int) -> None:
         use = "one is taken for each rank that bytes are fetched from or sent to: raise the limit"
         # With a lower priority, which a shared thread would keep.
-        super().__init__(ranks, num_peers, "bcp-copies", use, initializer=lower_priority)
+        super().__init__(ranks, num_peers, name="bcp-copies", use=use, initializer=lower_priority)
         self._offered = offered
         self._timeout_s = timeout_s
 

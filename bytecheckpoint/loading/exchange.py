@@ -117,7 +117,7 @@ class _Exchange(ConnectedThreads):
     ) -> None:
         num_threads = len(assigned.addresses) + len(assigned.share.peers) + NUM_THREADS
         use = "the exchange takes one for each rank that this one is connected to: raise the limit, or load with "
-        super().__init__(ranks, num_threads, "bcp-exchange", f'{use}LoadOptions(exchange="off")')
+        super().__init__(ranks, num_threads, name="bcp-exchange", use=f'{use}LoadOptions(exchange="off")')
         copy_bytes = source.options.scratch_bytes // 16
         self._targets = targets
         self._receiver = Receiver(source, match, targets, scratch_bytes=copy_bytes)

@@ -190,7 +190,7 @@ class CheckpointManager:
                 self._data.leave_branch(state)
                 return replace(report, passed_over=passed_over)
             finally:
-                if not has_crashed and self._owned is not None:  # an error that all ranks raise ends the attempt
+                if not has_crashed and self._owned is not None:  # an error that all ranks raise ends the restore
                     try_to_forget_restores(self._store, choice.step)
 
     def _choose(self, step: int | Literal["latest"], failed: Mapping[int, str]) -> RestoreChoice:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from low_bit import differing
 from program_calls import call
 from safetensors.torch import save_file
 from torch import nn
@@ -79,12 +80,6 @@ def write_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
     folder.mkdir()
     save_file(files, folder / "model.safetensors")
     return {name: value.to(dtype) for name, value in expected.items()}
-
-
-def differing(model: nn.Module, expected: dict[str, torch.Tensor]) -> list[str]:
-    found = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in model.state_dict().items()}
-    assert found.keys() == expected.keys()
-    return [name for name, value in found.items() if not torch.equal(value, expected[name])]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)

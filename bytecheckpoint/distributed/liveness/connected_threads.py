@@ -28,7 +28,7 @@ class ConnectedThreads:
     """Threads that fail together. A subclass has `_stop`, which ends all their waits and can be called again."""
 
     def __init__(
-        self, ranks: Ranks, num_threads: int, name: str, use: str, initializer: Callable[[], object] | None = None
+        self, ranks: Ranks, num_threads: int, *, name: str, use: str, initializer: Callable[[], object] | None = None
     ) -> None:
         """`use` says for an error what takes threads. Besides `num_threads` there are those that a Listener needs."""
         self._ranks = ranks
