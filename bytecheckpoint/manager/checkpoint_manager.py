@@ -38,7 +38,6 @@ from bytecheckpoint.manager.restore import (
     choose_step,
     given_step,
     log_fresh_start,
-    note_restore,
     raise_unless_older_may_load,
     try_to_forget_restores,
     warn_of_ignored,
@@ -200,7 +199,7 @@ class CheckpointManager:
         for number, why in choice.passed_over.items():
             logger.error("step %d is passed over: %s", number, why)
         if choice.step is not None and self._owned is not None:
-            note_restore(self._store, choice.step, time=self._owned.clock.now())
+            self._owned.background.note_restore(choice.step)
         return choice
 
     def _start_fresh(

@@ -23,9 +23,11 @@ from bytecheckpoint.errors import CheckpointError, CheckpointSaveError, StorageE
 from bytecheckpoint.manager.after_commit import background
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.agreement import decisions
+from bytecheckpoint.manager.ownership import Generation
 from bytecheckpoint.manager.restore import count_open_restores, note_restore
 from bytecheckpoint.saving import commit
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.backends import local_store
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.layout import step_folder
 from distributed.workers import WorkerPool
@@ -468,6 +470,37 @@ def test_what_others_put_beside_the_notes_of_restores_stays_and_stops_no_deletio
         manager.save(3, state_at(3))
     assert bcp.steps(tmp_path) == [3]
     assert sorted(path.name for path in folder.iterdir()) == ["00000001-notes.txt", "of the user"]
+
+
+def test_a_restore_may_begin_while_the_work_after_the_first_commit_forgets_restores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_writing, has_cleared, has_forgotten = threading.Event(), threading.Event(), threading.Event()
+    real_sync, real_clear, real_forget = local_store.sync_folder, Generation.clear_earlier, background.forget_restores
+
+    def sync(folder: str) -> None:
+        if folder.endswith("restores") and threading.current_thread() is threading.main_thread():
+            is_writing.set()
+            assert has_cleared.wait(60)
+            has_forgotten.wait(0.5)  # the file is there: a deletion now would take it and its folder
+        real_sync(folder)
+
+    def clear(*args: Any, **options: Any) -> None:
+        real_clear(*args, **options)
+        assert is_writing.wait(60)
+        has_cleared.set()
+
+    def forget(*args: Any) -> None:
+        real_forget(*args)
+        has_forgotten.set()
+
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        monkeypatch.setattr(local_store, "sync_folder", sync)
+        monkeypatch.setattr(Generation, "clear_earlier", clear)
+        monkeypatch.setattr(background, "forget_restores", forget)
+        manager.save(1, state_at(1))
+        assert manager.restore(state_at(0)) is not None
+    assert has_forgotten.is_set()
 
 
 def test_what_a_manager_committed_last_stays_beside_higher_steps(tmp_path: Path) -> None:

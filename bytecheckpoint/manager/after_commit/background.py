@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -23,7 +24,7 @@ from bytecheckpoint.manager.agreement.decisions import StorageClock
 from bytecheckpoint.manager.data.log_objects import earlier_objects
 from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.manager.ownership import Generation
-from bytecheckpoint.manager.restore import forget_restores
+from bytecheckpoint.manager.restore import forget_restores, note_restore
 from bytecheckpoint.manager.retention import (
     REPLACED,
     DeletionPace,
@@ -78,6 +79,8 @@ class Background:
         """Steps that stay until the next restore of this manager, each with the reason."""
         self.replaced: set[str] = set()
         """Save ids of checkpoints that saves of this manager replace."""
+        self._restore_notes = threading.Lock()
+        """Held while a note is written or all are deleted: the last deletion takes the folder, under a write to it."""
         self._lease_ends_at = math.inf
         """Time at which the next lease ends that has kept a step."""
         self._damaged: set[int] = set()
@@ -123,6 +126,11 @@ class Background:
         self._newest = commit.info.step
         self._commits.append(commit)
         self._work.ask()
+
+    def note_restore(self, step: int) -> None:
+        """Notes in the store that a restore of the step begins."""
+        with self._restore_notes:
+            note_restore(self._store, step, time=self._clock.now())
 
     def note(self, change: StepChange) -> None:
         """Notes a change that was written beside a step: for retention, and if it has metrics, for the second root."""
@@ -194,7 +202,8 @@ class Background:
             return
         if self._is_first:
             self._generation.clear_earlier(before_folder=self._let_saves_go_first)
-            forget_restores(self._store, None)
+            with self._restore_notes:
+                forget_restores(self._store, None)
             self._delete_earlier_logs()
             self._record_earlier()
             self._is_first = False
