@@ -8,7 +8,7 @@ from bytecheckpoint.manifest.encoding import decode_manifest, encode_manifest, o
 from bytecheckpoint.manifest.manifest import Manifest, ManifestOutline, MapNotes
 from bytecheckpoint.manifest.outline import read_outline
 from bytecheckpoint.manifest.records import Chunk, Columns, DataFile, Sample, TensorRecord, tensor_record
-from bytecheckpoint.manifest.table import SoleChunks, TensorTable
+from bytecheckpoint.manifest.table import TensorTable
 
 __all__ = [
     "Chunk",
@@ -18,7 +18,6 @@ __all__ = [
     "ManifestOutline",
     "MapNotes",
     "Sample",
-    "SoleChunks",
     "TensorRecord",
     "TensorTable",
     "decode_manifest",

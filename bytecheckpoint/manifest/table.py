@@ -46,15 +46,31 @@ _CHUNKS_ONE_BY_ONE = 4096
 """Limit for chunks of one tensor that are checked as they are found. If more are asked for, all are checked first."""
 
 
-class SoleChunks(NamedTuple):
-    """The one chunk of each tensor that has no more, as columns with an entry for every tensor that was asked for."""
+class RowChunks(NamedTuple):
+    """The chunks of tensors that are cut between their rows, in equal parts, or not at all: columns with an entry for
+    every tensor that was asked for. A row is an index of the first dimension; a 0-d tensor has one.
+    """
 
-    is_sole: np.ndarray
-    """True where the tensor consists of one chunk, in a manifest where none is compressed. Elsewhere the other columns
-    mean nothing."""
+    is_known: np.ndarray
+    """True where the tensor is cut so, in a manifest where no chunk is compressed. Elsewhere the other columns mean
+    nothing."""
+    num_rows: np.ndarray
+    chunk_rows: np.ndarray
+    """Rows of each chunk; the last one may have fewer."""
+    row_bytes: np.ndarray
+    first_chunks: np.ndarray
+    """Number of the tensor's first chunk in the table."""
+
+    def of(self, tensors: np.ndarray) -> RowChunks:
+        """Returns an entry for each of these tensors, which are given by their place here."""
+        return RowChunks(*(column[tensors] for column in self))
+
+
+class ChunkPlaces(NamedTuple):
+    """Places of chunks in data files, as columns."""
+
     files: np.ndarray
     byte_offsets: np.ndarray
-    byte_lengths: np.ndarray
 
 
 class TensorSizes(NamedTuple):
@@ -278,34 +294,41 @@ class TensorTable(Mapping[str, TensorRecord]):
             )
         return chunks
 
-    def sole_chunks(self, fqns: Sequence[str]) -> SoleChunks:
-        """Returns an entry for each of these tensors, with the chunk of those that consist of one: nearly all of many
-        small tensors do, and are checked together. `is_sole` is False for all if any chunk of the table is compressed.
+    def row_chunks(self, fqns: Sequence[str]) -> RowChunks:
+        """Returns an entry for each of these tensors: nearly all are cut so, by FSDP or not at all."""
+        return self._row_chunks.of(np.fromiter(map(self._indices.__getitem__, fqns), np.int64, len(fqns)))
+
+    @cached_property
+    def _row_chunks(self) -> RowChunks:
+        columns = self.columns
+        has_rows = columns.num_dims > 0
+        num_rows = np.ones(len(self), np.int64)
+        num_rows[has_rows] = columns.shapes[np.array(self._first_dims[:-1], np.int64)[has_rows]]
+        is_cut = columns.is_grid & has_rows
+        chunk_rows = num_rows.copy()
+        chunk_rows[is_cut] = columns.grid_parts[np.array(self._first_parts[:-1], np.int64)[is_cut]]
+        num_rows, chunk_rows = np.maximum(num_rows, 1), np.maximum(chunk_rows, 1)
+        is_known = (
+            columns.is_grid & (columns.num_chunks == -(-num_rows // chunk_rows)) & (not len(columns.byte_lengths))
+        )
+        first_chunks = np.array(self._first_chunks[:-1], np.int64)
+        return RowChunks(is_known, num_rows, chunk_rows, self.sizes.byte_lengths // num_rows, first_chunks)
+
+    def places_of(self, fqns: Sequence[str], chunks: np.ndarray, byte_lengths: np.ndarray) -> ChunkPlaces:
+        """Returns the places of uncompressed chunks, given by number, once it is checked that they lie in their files:
+        of each its tensor and the bytes that its region takes.
         """
         columns, bounds = self.columns, self._bounds
-        sole, first_chunks = self._sole
-        tensors = np.fromiter(map(self._indices.__getitem__, fqns), np.int64, len(fqns))
-        is_sole, byte_lengths = sole[tensors], self.sizes.byte_lengths[tensors]
-        chunks = first_chunks[tensors[is_sole]]
-        files, byte_offsets = np.zeros(len(fqns), np.int64), np.zeros(len(fqns), np.int64)
-        files[is_sole], byte_offsets[is_sole] = columns.files[chunks], columns.byte_offsets[chunks]
+        files, byte_offsets = columns.files[chunks].astype(np.int64), columns.byte_offsets[chunks].astype(np.int64)
         # A number that an int64 does not hold has become negative.
         known_files = np.where(files < 0, len(bounds.files), np.minimum(files, len(bounds.files)))
         lengths_of_files = np.append(bounds.byte_lengths, -1)[known_files]
-        wrong = is_sole & ((byte_offsets < 0) | (byte_offsets > lengths_of_files - byte_lengths))
+        wrong = (byte_offsets < 0) | (byte_offsets > lengths_of_files - byte_lengths)
         if wrong.any():
             first = first_true(wrong)
-            fqn, chunk = fqns[first], self._first_chunks[tensors[first]]
-            self._checked_chunk(fqn, chunk, whole(self.describe(fqn)[1]), int(byte_lengths[first]))
-        return SoleChunks(is_sole, files, byte_offsets, byte_lengths)
-
-    @cached_property
-    def _sole(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each tensor True if it consists of one chunk, and none of the table is compressed; and the number of its
-        first chunk.
-        """
-        is_sole = self.columns.is_grid & (self.columns.num_chunks == 1) & (not len(self.columns.byte_lengths))
-        return is_sole, np.array(self._first_chunks, np.int64)
+            fqn = fqns[first]
+            self._checked_chunk(fqn, int(chunks[first]), whole(self.describe(fqn)[1]), int(byte_lengths[first]))
+        return ChunkPlaces(files, byte_offsets)
 
     @cached_property
     def sizes(self) -> TensorSizes:

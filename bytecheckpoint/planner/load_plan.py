@@ -7,17 +7,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, compress
-from operator import attrgetter, eq, itemgetter
-from typing import NamedTuple
+from itertools import accumulate
+from operator import attrgetter, itemgetter, ne
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest, SoleChunks
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest
 from bytecheckpoint.manifest.frames import CODECS, unknown_codec
 from bytecheckpoint.manifest.ranges import BoxPart, Fetch, FlatPart, FlatParts, Frame, Part
+from bytecheckpoint.manifest.table import RowChunks
 from bytecheckpoint.planner.coalesce import ExtentIndex, coalesce
 from bytecheckpoint.planner.frame_ranges import frame_parts, frames_of
 from bytecheckpoint.planner.shard_owners import first_lines
@@ -31,6 +32,9 @@ from bytecheckpoint.region import (
     split_at_gaps,
     split_rows,
 )
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _LENGTHS = attrgetter("lengths")
 _SHAPE = itemgetter(1)
@@ -59,20 +63,29 @@ class _PackedChunk(NamedTuple):
 class _FileParts(NamedTuple):
     """The wanted parts of a data file."""
 
-    sole: FlatParts
-    """Whole tensors that are one chunk each."""
+    rows: FlatParts
+    """Parts of wants that are whole rows of tensors cut between rows."""
     parts: list[Part]
     packed: dict[int, _PackedChunk]
     """Compressed chunks by byte offset."""
 
     @classmethod
-    def of(cls, sole: np.ndarray) -> _FileParts:
-        """`sole` has a row for each of these parts, with the fields of a FlatPart."""
-        return cls(FlatParts(sole), [], {})
+    def of(cls, rows: np.ndarray) -> _FileParts:
+        """`rows` has a row for each of these parts, with the fields of a FlatPart."""
+        return cls(FlatParts(rows), [], {})
 
     @property
     def flat_and_others(self) -> Sequence[Part]:
-        return [*self.sole, *self.parts] if self.parts else self.sole
+        return [*self.rows, *self.parts] if self.parts else self.rows
+
+
+class _UsedChunks(NamedTuple):
+    """Chunks that wants need, none twice, as columns."""
+
+    fqns: Sequence[str]
+    files: np.ndarray
+    byte_offsets: np.ndarray
+    byte_lengths: np.ndarray
 
 
 class Wants:
@@ -115,10 +128,9 @@ def plan_load(
     CheckpointCorruptError: unsupported_version if a chunk has an unknown codec, bad_manifest if chunks share bytes.
     """
     wants = Wants.of(wants)
-    sole = _sole_chunks(manifest, wants)
-    others = np.flatnonzero(~sole.is_sole).tolist()
+    is_of_rows, of_files, used_rows = _plan_rows(manifest, wants)
+    others = np.flatnonzero(~is_of_rows).tolist()
     uncovered = _find_overlaps(manifest, [wants[index] for index in others])
-    of_files = _sole_parts(sole)
     used: list[tuple[str, Chunk]] = []
     for index in others:
         want = wants[index]
@@ -146,7 +158,7 @@ def plan_load(
         )
     if manifest.map_notes.zeros_file is not None:
         of_files.pop(manifest.map_notes.zeros_file, None)  # nothing has to be read
-    _refuse_shared_bytes(manifest, wants, sole, used)
+    _refuse_shared_bytes(manifest, used_rows, used)
     return [
         fetch
         for file in sorted(of_files)
@@ -169,28 +181,65 @@ def zeros_in(manifest: Manifest, fqn: str, region: Region) -> list[Region]:
     return [common for common in found if common is not None]
 
 
-def _sole_chunks(manifest: Manifest, wants: Wants) -> SoleChunks:
-    """Returns an entry for each want. `is_sole` is True if the want is a whole tensor of one chunk and its memory takes
-    raw bytes. Nearly all of many small tensors are like this: they are planned together, in operations on arrays.
+def _plan_rows(manifest: Manifest, wants: Wants) -> tuple[NDArray[np.bool_], defaultdict[int, _FileParts], _UsedChunks]:
+    """Plans the wants that are whole rows, for memory that takes raw bytes, of tensors that are cut between rows: as
+    FSDP cuts them, and whole tensors. They are nearly all, and are planned together, in operations on arrays.
+
+    Returns an array that is True for each of these wants; their parts by file, of which there are none in any other;
+    and the chunks that hold them.
     """
-    sole = manifest.table.sole_chunks(wants.fqns)
+    cut, firsts, counts = _wanted_rows(manifest, wants)
+    planned = np.flatnonzero(cut.is_known & (counts > 0))
+    of_wants, first_rows, last_rows = cut.of(planned), firsts[planned], (firsts + counts - 1)[planned]
+    first_chunks = first_rows // of_wants.chunk_rows
+    num_chunks = last_rows // of_wants.chunk_rows - first_chunks + 1
+    # From here on there is an entry for each chunk of each of these wants.
+    numbers = np.repeat(np.arange(len(planned)), num_chunks)
+    of_chunks, wanted_by = of_wants.of(numbers), planned[numbers]
+    chunks = np.arange(len(numbers)) - np.repeat(np.cumsum(num_chunks) - num_chunks - first_chunks, num_chunks)
+    starts = chunks * of_chunks.chunk_rows
+    ends = np.minimum(starts + of_chunks.chunk_rows, of_chunks.num_rows)
+    row_bytes, fqns = of_chunks.row_bytes, [wants.fqns[number] for number in wanted_by.tolist()]
+    chunks, byte_lengths = of_chunks.first_chunks + chunks, (ends - starts) * row_bytes
+    files, byte_offsets = manifest.table.places_of(fqns, chunks, byte_lengths)
+
+    first_rows, last_rows = first_rows[numbers], last_rows[numbers]
+    read_from = np.maximum(starts, first_rows)
+    read_bytes = (np.minimum(ends, last_rows + 1) - read_from) * row_bytes
+    file_offsets, target_offsets = byte_offsets + (read_from - starts) * row_bytes, (read_from - first_rows) * row_bytes
+    parts = np.stack([wanted_by, file_offsets, read_bytes, target_offsets], axis=1)
+
+    _, once = np.unique(chunks, return_index=True)
+    used = _UsedChunks([fqns[number] for number in once.tolist()], files[once], byte_offsets[once], byte_lengths[once])
+    return cut.is_known, _by_file(files, parts), used
+
+
+def _wanted_rows(manifest: Manifest, wants: Wants) -> tuple[RowChunks, np.ndarray, np.ndarray]:
+    """Returns, for each want, how its tensor is cut, the first row, and the number of rows. `is_known` is False also
+    for a want that is not whole rows, or whose memory does not take raw bytes.
+    """
+    cut = manifest.table.row_chunks(wants.fqns)
+    is_known, firsts, counts = cut.is_known & np.array(wants.are_flat, bool), np.zeros_like(cut.num_rows), cut.num_rows
     wanted, stored = list(map(_LENGTHS, wants.regions)), list(map(_SHAPE, manifest.describe_each(wants.fqns)))
-    is_whole = np.array(wants.are_flat, bool)
     if wanted != stored:
-        is_whole &= np.fromiter(map(eq, wanted, stored), bool, len(wants))
-    return sole._replace(is_sole=sole.is_sole & is_whole)
+        counts = counts.copy()
+        for number in np.flatnonzero(is_known & np.fromiter(map(ne, wanted, stored), bool, len(wants))).tolist():
+            lengths = wanted[number]
+            if lengths[1:] == stored[number][1:]:
+                firsts[number], counts[number] = wants.regions[number].offsets[0], lengths[0]
+            else:
+                is_known[number] = False
+    return cut._replace(is_known=is_known), firsts, counts
 
 
-def _sole_parts(sole: SoleChunks) -> defaultdict[int, _FileParts]:
-    """Returns the sole chunks that are wanted, by file; no parts for any other file."""
+def _by_file(files: np.ndarray, parts: np.ndarray) -> defaultdict[int, _FileParts]:
+    """Returns the parts, rows with the fields of a FlatPart, by the number of their file; none for any other file."""
     of_files: defaultdict[int, _FileParts] = defaultdict(
         partial(_FileParts.of, np.zeros((0, len(FlatPart._fields)), np.int64))
     )
-    wants = np.flatnonzero(sole.is_sole)
-    wants = wants[np.argsort(sole.files[wants], kind="stable")]
-    rows = np.stack([wants, sole.byte_offsets[wants], sole.byte_lengths[wants], np.zeros_like(wants)], axis=1)
-    files, firsts = np.unique(sole.files[wants], return_index=True)
-    of_files.update(zip(files.tolist(), map(_FileParts.of, np.split(rows, firsts)[1:]), strict=True))
+    order = np.argsort(files, kind="stable")
+    numbers, firsts = np.unique(files[order], return_index=True)
+    of_files.update(zip(numbers.tolist(), map(_FileParts.of, np.split(parts[order], firsts)[1:]), strict=True))
     return of_files
 
 
@@ -213,18 +262,20 @@ def _add_chunk(
         of_file.parts.extend(_parts(number, want, chunk, common, cutting))
 
 
-def _refuse_shared_bytes(manifest: Manifest, wants: Wants, sole: SoleChunks, used: Sequence[tuple[str, Chunk]]) -> None:
-    """Raises CheckpointCorruptError (bad_manifest) if two of the wanted chunks share a byte."""
-    first_wants = dict(compress(zip(wants.fqns, range(len(wants)), strict=True), sole.is_sole.tolist()))
-    # A tensor that is among these has no other chunk.
-    others = {(fqn, *chunk[:4]): None for fqn, chunk in used if fqn not in first_wants}
-    rows = np.array([place[2:] for place in others], np.int64).reshape(-1, 3)
-    of_sole = np.fromiter(first_wants.values(), np.int64, len(first_wants))
-    columns = sole.files, sole.byte_offsets, sole.byte_lengths
-    files, starts, lengths = (
-        np.concatenate([column[of_sole], rows[:, number]]) for number, column in enumerate(columns)
-    )
-    manifest.table.refuse_shared_bytes([*first_wants, *(place[0] for place in others)], files, starts, lengths)
+def _refuse_shared_bytes(manifest: Manifest, of_rows: _UsedChunks, used: Sequence[tuple[str, Chunk]]) -> None:
+    """Raises CheckpointCorruptError (bad_manifest) if two of the wanted chunks share a byte. Either may have a chunk
+    that the other has.
+    """
+    others: list[tuple[str, *tuple[int, ...]]] = []
+    known = set(zip(of_rows.fqns, *(column.tolist() for column in of_rows[1:]), strict=True)) if used else set()
+    for fqn, _, place in dict.fromkeys((fqn, chunk.region, chunk[1:4]) for fqn, chunk in used):
+        if (fqn, *place) in known:
+            known.remove((fqn, *place))  # once: two chunks of a tensor may claim one place
+        else:
+            others.append((fqn, *place))
+    rows = np.array([place[1:] for place in others], np.int64).reshape(-1, 3)
+    files, starts, lengths = (np.concatenate(columns) for columns in zip(of_rows[1:], rows.T, strict=True))
+    manifest.table.refuse_shared_bytes([*of_rows.fqns, *(place[0] for place in others)], files, starts, lengths)
 
 
 def _find_overlaps(manifest: Manifest, wants: Sequence[Want]) -> list[str]:
