@@ -265,11 +265,12 @@ class Source:
 
     def with_place(self, fetch: Fetch, targets: Targets, stored_fqns: Sequence[str]) -> Fetch:
         """Returns a fetch with the memory that its bytes are read into, or copied to."""
+        wanted_by = partial(names_in, fetch, stored_fqns)
         memory = memory_of(fetch.parts[0], targets) if fetch.is_direct else None
-        frames = tuple(_frame_with_target(frame, targets, self.changes) for frame in fetch.frames)
-        fetch = fetch._replace(wanted_by=partial(names_in, fetch, stored_fqns), frames=frames)
         if memory is not None:
-            return fetch._replace(target=partial(_noting_overwrite, memory, self.changes))
+            return fetch._replace(wanted_by=wanted_by, target=partial(_noting_overwrite, memory, self.changes))
+        frames = tuple(_frame_with_target(frame, targets, self.changes) for frame in fetch.frames)
+        fetch = fetch._replace(wanted_by=wanted_by, frames=frames)
         place = partial(place_all, fetch.parts, fetch.byte_offset, targets)
         return fetch._replace(place=partial(_place_and_note, place, self.changes)) if fetch.parts else fetch
 

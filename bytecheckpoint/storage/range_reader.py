@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import accumulate
 from typing import Protocol
 
@@ -94,8 +95,9 @@ def run_fetches(
     bytes_per_fetch = memory.block_bytes(content_bytes) + memory.block_bytes(raw_bytes) + decoding_bytes
     scratch_bytes += threads * ALIGNMENT  # alignment must not cost a buffer
     scratch_bytes -= threads * max((fetch.gap_bytes for fetch in fetches), default=0)
-    store_budget = None
+    store_budget, filling = None, partial(_reading, store)
     if isinstance(store, SupportsReadBytes):
+        filling = partial(_receiving, store)
         longest_bytes = max((fetch.byte_length for fetch in fetches), default=0)
         budget_bytes = max(1, min(threads * longest_bytes, scratch_bytes - bytes_per_fetch - longest_bytes))
         store_budget = ByteBudget(budget_bytes)
@@ -113,7 +115,7 @@ def run_fetches(
             _read_pieces(store, name, fetch, fetch.pieces(), digests.get(fetch.file))
             return
         # Before a buffer is taken: memory may suffice for one only, which is not held while a request is under way.
-        fill = _filling(store, name, fetch)
+        fill = filling(name, fetch)
         if fetch.target is not None:
             _read(fill, name, fetch, fetch.target(), digests.get(fetch.file))
             return
@@ -203,12 +205,15 @@ def _read_pieces(
     fetch.place(memoryview(b""))
 
 
-def _filling(store: Store, name: str, fetch: Fetch) -> _Fill:
-    """Returns a function that fills the buffer of a fetch. From a store with `read_bytes`, the bytes are received
-    before this returns; the function, to be called once, copies them into the buffer and frees their memory.
+def _reading(store: Store, name: str, fetch: Fetch) -> _Fill:
+    """Returns a function that reads a fetch into its buffer."""
+    return lambda buffer, on_filled: store.read_into(name, fetch.byte_offset, buffer, on_filled=on_filled)
+
+
+def _receiving(store: SupportsReadBytes, name: str, fetch: Fetch) -> _Fill:
+    """Receives the bytes of a fetch. Returns a function, to be called once, that copies them into the buffer and frees
+    their memory.
     """
-    if not isinstance(store, SupportsReadBytes):
-        return lambda buffer, on_filled: store.read_into(name, fetch.byte_offset, buffer, on_filled=on_filled)
     received = [store.read_bytes(name, fetch.byte_offset, fetch.byte_length)]
 
     def fill(buffer: memoryview, _on_filled: FillHook | None) -> None:
