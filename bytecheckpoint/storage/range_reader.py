@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -105,24 +105,24 @@ def run_fetches(
     # Two for each thread: the one it gave back may still be copied to a device.
     num_buffers = max(1, min(2 * threads, scratch_bytes // max(1, bytes_per_fetch)))
     content_pool, raw_pool = memory.new_buffers(num_buffers, content_bytes), memory.new_buffers(num_buffers, raw_bytes)
-    digests = {number: _digests_of(files[number]) for number in {fetch.file for fetch in fetches} if verify}
+    extents = {number: _extents_of(files[number]) for number in {fetch.file for fetch in fetches} if verify}
     errors: dict[int, BaseException] = {}
     """In the order of time, by the number of the fetch."""
 
     def carry_out(fetch: Fetch) -> None:
         name = join_name(folder, files[fetch.file].name)
         if fetch.pieces is not None and isinstance(store, SupportsReadPieces):
-            _read_pieces(store, name, fetch, fetch.pieces(), digests.get(fetch.file))
+            _read_pieces(store, name, fetch, fetch.pieces(), extents.get(fetch.file))
             return
         # Before a buffer is taken: memory may suffice for one only, which is not held while a request is under way.
         fill = filling(name, fetch)
         if fetch.target is not None:
-            _read(fill, name, fetch, fetch.target(), digests.get(fetch.file))
+            _read(fill, name, fetch, fetch.target(), extents.get(fetch.file))
             return
         with content_pool.lend() as buffer:
             # Bytes that are aligned in the file are aligned in memory.
             content = buffer[fetch.byte_offset % ALIGNMENT :][: fetch.byte_length]
-            _read(fill, name, fetch, nullcontext(content), digests.get(fetch.file))
+            _read(fill, name, fetch, nullcontext(content), extents.get(fetch.file))
             for frame in fetch.frames:
                 encoded = content[frame.byte_offset - fetch.byte_offset :][: frame.byte_length]
                 with raw_pool.lend() if frame.target is None else nullcontext(frame.target) as raw:
@@ -161,28 +161,31 @@ def _raising_first(errors: dict[int, BaseException]) -> Iterator[None]:
         errors.clear()  # a traceback that holds its own error is memory until the next collection
 
 
-_Digests = dict[int, tuple[int, int]]
-"""Length and checksum of the extents of a file, by byte offset."""
+class _Extents(NamedTuple):
+    """The extents of a file that has checksums."""
+
+    bounds: Sequence[int]
+    """Offset of the first byte of each, and of the one behind the last."""
+    digests: Sequence[int]
 
 
-def _digests_of(file: DataFile) -> _Digests:
-    starts = accumulate(file.extent_lengths, initial=0)
-    return dict(zip(starts, zip(file.extent_lengths, file.extent_digests, strict=True), strict=False))
+def _extents_of(file: DataFile) -> _Extents | None:
+    return _Extents([*accumulate(file.extent_lengths, initial=0)], file.extent_digests) if file.extent_lengths else None
 
 
 _Fill = Callable[[memoryview, FillHook | None], None]
 
 
 def _read(
-    fill: _Fill, name: str, fetch: Fetch, target: AbstractContextManager[memoryview], digests: _Digests | None
+    fill: _Fill, name: str, fetch: Fetch, target: AbstractContextManager[memoryview], extents: _Extents | None
 ) -> None:
     """Fills the target of a fetch, compares its bytes with the checksums, and calls `fetch.place`. Raises
     CheckpointCorruptError (checksum) after the target was filled.
     """
-    check = _Check(digests, name, fetch)
+    check = _Check(extents, name, fetch)
     with target as buffer:
-        # Without digests, nothing is asked for on the way, and the store reads as much at once as it can.
-        fill(buffer, (lambda filled: check.add(buffer[check.num_bytes : filled])) if digests else None)
+        # Without extents, nothing is asked for on the way, and the store reads as much at once as it can.
+        fill(buffer, (lambda filled: check.add(buffer[check.num_bytes : filled])) if extents else None)
         check.add(buffer[check.num_bytes :])  # the rest, if the store has not reported it
     check.raise_damage()
     fetch.place(buffer)
@@ -193,10 +196,10 @@ def _read_pieces(
     name: str,
     fetch: Fetch,
     pieces: AbstractContextManager[Sequence[memoryview]],
-    digests: _Digests | None,
+    extents: _Extents | None,
 ) -> None:
     """Fills and checks the pieces of a fetch, then calls its `place` without bytes: they are in place."""
-    check = _Check(digests, name, fetch)
+    check = _Check(extents, name, fetch)
     with pieces as buffers:
         if sum(map(len, buffers)) != fetch.byte_length:  # else each later piece would get its neighbour's bytes
             raise ValueError(f"{name}: {fetch.byte_length} bytes go into {sum(map(len, buffers))} bytes of memory")
@@ -236,12 +239,14 @@ def _decode(name: str, fetch: Fetch, frame: Frame, content: memoryview, into: me
 
 class _Check:
     """Compares each extent of a fetch, which consists of whole extents, with its checksum as soon as its bytes are
-    there. Without digests nothing is compared. Damage in an extent of which no tensor needs a byte is ignored: it lies
+    there. Without extents nothing is compared. Damage in an extent of which no tensor needs a byte is ignored: it lies
     in a gap.
     """
 
-    def __init__(self, digests: _Digests | None, name: str, fetch: Fetch) -> None:
-        self._digests = digests
+    def __init__(self, extents: _Extents | None, name: str, fetch: Fetch) -> None:
+        self._extents = extents
+        self._next = bisect_left(extents.bounds, fetch.byte_offset) if extents else 0
+        """Number of the extent behind the one that the last byte is in."""
         self._name = name
         self._fetch = fetch
         self.num_bytes = 0
@@ -253,7 +258,7 @@ class _Check:
 
     def add_all(self, contents: Sequence[memoryview]) -> None:
         """Takes the bytes that follow, in pieces."""
-        if not self._digests:
+        if self._extents is None:
             return
         first, ends = 0, [*accumulate(map(len, contents), initial=self.num_bytes)][1:]
         while first < len(contents):
@@ -273,9 +278,10 @@ class _Check:
         if self._start < position and end < self._end:  # the usual case if there are many pieces
             self._hash.update(content)
             return
-        while position < end and self._digests:
+        while position < end and self._extents:
             if position == self._end:
-                self._start, self._end = position, position + self._digests[self._fetch.byte_offset + position][0]
+                self._next += 1
+                self._start, self._end = position, self._extents.bounds[self._next] - self._fetch.byte_offset
             part = content[: self._end - position]
             content, position = content[len(part) :], position + len(part)
             if len(part) == self._end - self._start:
@@ -288,10 +294,10 @@ class _Check:
 
     def _compare(self, found: int) -> None:
         start, end = self._fetch.byte_offset + self._start, self._fetch.byte_offset + self._end
-        expected = self._digests[start][1] if self._digests else found
+        expected = self._extents.digests[self._next - 1] if self._extents else found
         # The names are asked for only now: a fetch may be for thousands of tensors.
         if found != expected and (names := self._fetch.wanted_by(start, end)):
-            self._digests = None
+            self._extents = None
             self._damage = CheckpointCorruptError(
                 f"{self._name}: bytes {start} to {end} are damaged (checksum {expected:016x} expected, "
                 f"{found:016x} found); they are part of {names}. Copy the file again from a good replica, or load "

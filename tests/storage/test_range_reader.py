@@ -300,7 +300,7 @@ def test_damage_is_found_however_the_bytes_of_extents_come_in_pieces(seed: int) 
     cuts = sorted({0, len(content), *(chosen.randint(0, len(content)) for _ in range(chosen.randint(0, 30)))})
     pieces = [memoryview(content)[start:end] for start, end in pairwise(cuts)]
     fetch = Fetch(0, 0, len(content), (), is_direct=False, wanted_by=lambda *_: "" if is_gap else "w")
-    check = range_reader._Check(range_reader._digests_of(DataFile("f", len(content), lengths, digests)), "f", fetch)
+    check = range_reader._Check(range_reader._extents_of(DataFile("f", len(content), lengths, digests)), "f", fetch)
     while pieces:
         count = chosen.randint(1, 6)
         if count == 1:
