@@ -4,7 +4,7 @@ checkpoint's millions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
@@ -24,7 +24,7 @@ from bytecheckpoint.manifest.chunk_validation import (
     shared_bytes,
 )
 from bytecheckpoint.manifest.records import Chunk, Columns, DataFile, TensorRecord
-from bytecheckpoint.manifest.validation import bad_manifest, first_true, itemsizes_of, numels_of, shown
+from bytecheckpoint.manifest.validation import bad_manifest, first_true, itemsizes_of, numels_of, run_starts, shown
 from bytecheckpoint.region import (
     Region,
     TilingFault,
@@ -176,16 +176,16 @@ class TensorTable(Mapping[str, TensorRecord]):
 
     def _shared_bytes(self, chunks: Sequence[int]) -> CheckpointCorruptError:
         """Makes the error for two chunks that share bytes."""
-        fqns = list(self._indices)
-        owners = [fqns[int(np.searchsorted(self._first_chunks, chunk, side="right")) - 1] for chunk in chunks]
+        owners = self._owners(chunks)
         file = self._bounds.files[self.columns.files[chunks[0]]]
         return shared_bytes((owners[0], owners[1]), file, int(self.columns.byte_offsets[chunks[1]]))
 
     def refuse_shared_bytes(
-        self, fqns: Sequence[str], files: np.ndarray, byte_offsets: np.ndarray, byte_lengths: np.ndarray
+        self, fqn_of: Callable[[int], str], files: np.ndarray, byte_offsets: np.ndarray, byte_lengths: np.ndarray
     ) -> None:
         """Raises CheckpointCorruptError (bad_manifest) if two of these chunks share a byte; does nothing for files of
-        another format, in which they may. The chunks are given as columns, with the FQN of each, and none twice.
+        another format, in which they may. The chunks are given as columns, none twice; `fqn_of` returns the FQN of the
+        one at an index.
         """
         if self._may_share_bytes:
             return
@@ -193,7 +193,7 @@ class TensorTable(Mapping[str, TensorRecord]):
         if found is not None:
             first, second = found
             file = self._bounds.files[files[second]]
-            raise shared_bytes((fqns[first], fqns[second]), file, int(byte_offsets[second]))
+            raise shared_bytes((fqn_of(first), fqn_of(second)), file, int(byte_offsets[second]))
 
     def _slice(self, first: int, last: int) -> Columns:
         """Returns the columns of the tensors from `first` on, before `last`."""
@@ -303,20 +303,20 @@ class TensorTable(Mapping[str, TensorRecord]):
         columns = self.columns
         has_rows = columns.num_dims > 0
         num_rows = np.ones(len(self), np.int64)
-        num_rows[has_rows] = columns.shapes[np.array(self._first_dims[:-1], np.int64)[has_rows]]
+        num_rows[has_rows] = columns.shapes[run_starts(columns.num_dims)[has_rows]]
         is_cut = columns.is_grid & has_rows
         chunk_rows = num_rows.copy()
-        chunk_rows[is_cut] = columns.grid_parts[np.array(self._first_parts[:-1], np.int64)[is_cut]]
+        chunk_rows[is_cut] = columns.grid_parts[run_starts(columns.num_dims * columns.is_grid)[is_cut]]
         num_rows, chunk_rows = np.maximum(num_rows, 1), np.maximum(chunk_rows, 1)
         is_known = (
             columns.is_grid & (columns.num_chunks == -(-num_rows // chunk_rows)) & (not len(columns.byte_lengths))
         )
-        first_chunks = np.array(self._first_chunks[:-1], np.int64)
-        return RowChunks(is_known, num_rows, chunk_rows, self.sizes.byte_lengths // num_rows, first_chunks)
+        row_bytes, first_chunks = self.sizes.byte_lengths // num_rows, run_starts(columns.num_chunks)
+        return RowChunks(is_known, num_rows, chunk_rows, row_bytes, first_chunks)
 
-    def places_of(self, fqns: Sequence[str], chunks: np.ndarray, byte_lengths: np.ndarray) -> ChunkPlaces:
-        """Returns the places of uncompressed chunks, given by number, once it is checked that they lie in their files:
-        of each its tensor and the bytes that its region takes.
+    def places_of(self, chunks: np.ndarray, byte_lengths: np.ndarray) -> ChunkPlaces:
+        """Returns the places of uncompressed chunks, given by number and with the bytes that their regions take, once
+        it is checked that they lie in their files.
         """
         columns, bounds = self.columns, self._bounds
         files, byte_offsets = columns.files[chunks].astype(np.int64), columns.byte_offsets[chunks].astype(np.int64)
@@ -326,9 +326,14 @@ class TensorTable(Mapping[str, TensorRecord]):
         wrong = (byte_offsets < 0) | (byte_offsets > lengths_of_files - byte_lengths)
         if wrong.any():
             first = first_true(wrong)
-            fqn = fqns[first]
-            self._checked_chunk(fqn, int(chunks[first]), whole(self.describe(fqn)[1]), int(byte_lengths[first]))
+            chunk, (fqn,) = int(chunks[first]), self._owners([int(chunks[first])])
+            self._checked_chunk(fqn, chunk, whole(self.describe(fqn)[1]), int(byte_lengths[first]))
         return ChunkPlaces(files, byte_offsets)
+
+    def _owners(self, chunks: Sequence[int]) -> list[str]:
+        """Returns the FQNs of the tensors that these chunks belong to."""
+        fqns = list(self._indices)
+        return [fqns[int(np.searchsorted(self._first_chunks, chunk, side="right")) - 1] for chunk in chunks]
 
     @cached_property
     def sizes(self) -> TensorSizes:

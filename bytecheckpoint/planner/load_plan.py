@@ -82,7 +82,8 @@ class _FileParts(NamedTuple):
 class _UsedChunks(NamedTuple):
     """Chunks that wants need, none twice, as columns."""
 
-    fqns: Sequence[str]
+    wants: np.ndarray
+    """Number of a want that needs the chunk."""
     files: np.ndarray
     byte_offsets: np.ndarray
     byte_lengths: np.ndarray
@@ -158,7 +159,7 @@ def plan_load(
         )
     if manifest.map_notes.zeros_file is not None:
         of_files.pop(manifest.map_notes.zeros_file, None)  # nothing has to be read
-    _refuse_shared_bytes(manifest, used_rows, used)
+    _refuse_shared_bytes(manifest, wants, used_rows, used)
     return [
         fetch
         for file in sorted(of_files)
@@ -189,28 +190,28 @@ def _plan_rows(manifest: Manifest, wants: Wants) -> tuple[NDArray[np.bool_], def
     and the chunks that hold them.
     """
     cut, firsts, counts = _wanted_rows(manifest, wants)
-    planned = np.flatnonzero(cut.is_known & (counts > 0))
-    of_wants, first_rows, last_rows = cut.of(planned), firsts[planned], (firsts + counts - 1)[planned]
-    first_chunks = first_rows // of_wants.chunk_rows
-    num_chunks = last_rows // of_wants.chunk_rows - first_chunks + 1
-    # From here on there is an entry for each chunk of each of these wants.
-    numbers = np.repeat(np.arange(len(planned)), num_chunks)
-    of_chunks, wanted_by = of_wants.of(numbers), planned[numbers]
-    chunks = np.arange(len(numbers)) - np.repeat(np.cumsum(num_chunks) - num_chunks - first_chunks, num_chunks)
+    wanted_by = np.flatnonzero(cut.is_known & (counts > 0))
+    of_chunks, first_rows, last_rows = cut.of(wanted_by), firsts[wanted_by], (firsts + counts - 1)[wanted_by]
+    chunks = first_rows // of_chunks.chunk_rows
+    num_chunks = last_rows // of_chunks.chunk_rows - chunks + 1
+    if (num_chunks > 1).any():  # from here on there is an entry for each chunk of each of these wants
+        each = np.repeat(np.arange(len(wanted_by)), num_chunks)
+        chunks = np.arange(len(each)) - np.repeat(np.cumsum(num_chunks) - num_chunks - chunks, num_chunks)
+        wanted_by, first_rows, last_rows = wanted_by[each], first_rows[each], last_rows[each]
+        of_chunks = of_chunks.of(each)
     starts = chunks * of_chunks.chunk_rows
     ends = np.minimum(starts + of_chunks.chunk_rows, of_chunks.num_rows)
-    row_bytes, fqns = of_chunks.row_bytes, [wants.fqns[number] for number in wanted_by.tolist()]
-    chunks, byte_lengths = of_chunks.first_chunks + chunks, (ends - starts) * row_bytes
-    files, byte_offsets = manifest.table.places_of(fqns, chunks, byte_lengths)
+    chunks, byte_lengths = of_chunks.first_chunks + chunks, (ends - starts) * of_chunks.row_bytes
+    files, byte_offsets = manifest.table.places_of(chunks, byte_lengths)
 
-    first_rows, last_rows = first_rows[numbers], last_rows[numbers]
     read_from = np.maximum(starts, first_rows)
-    read_bytes = (np.minimum(ends, last_rows + 1) - read_from) * row_bytes
-    file_offsets, target_offsets = byte_offsets + (read_from - starts) * row_bytes, (read_from - first_rows) * row_bytes
-    parts = np.stack([wanted_by, file_offsets, read_bytes, target_offsets], axis=1)
+    num_rows = np.minimum(ends, last_rows + 1) - read_from
+    in_rows = np.stack([read_from - starts, num_rows, read_from - first_rows], axis=1)
+    parts = np.column_stack([wanted_by, in_rows * of_chunks.row_bytes[:, None]])
+    parts[:, 1] += byte_offsets
 
     _, once = np.unique(chunks, return_index=True)
-    used = _UsedChunks([fqns[number] for number in once.tolist()], files[once], byte_offsets[once], byte_lengths[once])
+    used = _UsedChunks(*(column[once] for column in (wanted_by, files, byte_offsets, byte_lengths)))
     return cut.is_known, _by_file(files, parts), used
 
 
@@ -262,12 +263,16 @@ def _add_chunk(
         of_file.parts.extend(_parts(number, want, chunk, common, cutting))
 
 
-def _refuse_shared_bytes(manifest: Manifest, of_rows: _UsedChunks, used: Sequence[tuple[str, Chunk]]) -> None:
-    """Raises CheckpointCorruptError (bad_manifest) if two of the wanted chunks share a byte. Either may have a chunk
-    that the other has.
-    """
+def _refuse_shared_bytes(
+    manifest: Manifest, wants: Wants, of_rows: _UsedChunks, used: Sequence[tuple[str, Chunk]]
+) -> None:
+    """Raises CheckpointCorruptError (bad_manifest) if two of the wanted chunks share a byte. A chunk may be in
+    both `of_rows` and `used`."""
     others: list[tuple[str, *tuple[int, ...]]] = []
-    known = set(zip(of_rows.fqns, *(column.tolist() for column in of_rows[1:]), strict=True)) if used else set()
+    known: set[tuple[str, *tuple[int, ...]]] = set()
+    if used:
+        fqns = [wants.fqns[number] for number in of_rows.wants.tolist()]
+        known.update(zip(fqns, *(column.tolist() for column in of_rows[1:]), strict=True))
     for fqn, _, place in dict.fromkeys((fqn, chunk.region, chunk[1:4]) for fqn, chunk in used):
         if (fqn, *place) in known:
             known.remove((fqn, *place))  # once: two chunks of a tensor may claim one place
@@ -275,7 +280,12 @@ def _refuse_shared_bytes(manifest: Manifest, of_rows: _UsedChunks, used: Sequenc
             others.append((fqn, *place))
     rows = np.array([place[1:] for place in others], np.int64).reshape(-1, 3)
     files, starts, lengths = (np.concatenate(columns) for columns in zip(of_rows[1:], rows.T, strict=True))
-    manifest.table.refuse_shared_bytes([*of_rows.fqns, *(place[0] for place in others)], files, starts, lengths)
+
+    def fqn_of(index: int) -> str:
+        num_rows = len(of_rows.wants)
+        return wants.fqns[of_rows.wants[index]] if index < num_rows else others[index - num_rows][0]
+
+    manifest.table.refuse_shared_bytes(fqn_of, files, starts, lengths)
 
 
 def _find_overlaps(manifest: Manifest, wants: Sequence[Want]) -> list[str]:

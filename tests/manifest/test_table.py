@@ -152,7 +152,7 @@ def wholes(fqns: str) -> Manifest:
     ],
     ids=str,
 )
-def test_a_sole_chunk_that_cannot_be_right_is_found_when_it_is_used(change: dict[str, bytes]) -> None:
+def test_a_chunk_of_a_whole_tensor_that_cannot_be_right_is_found_when_it_is_used(change: dict[str, bytes]) -> None:
     opened = open_manifest(tampered(wholes("ab"), **change))
     plan(opened, "a")
     for use in (lambda: opened.table.chunks_meeting("b", whole((8,))), lambda: plan(opened, "ab")):
@@ -160,18 +160,18 @@ def test_a_sole_chunk_that_cannot_be_right_is_found_when_it_is_used(change: dict
             use()
 
 
-def test_sole_chunks_that_share_bytes_are_not_read_together() -> None:
+def test_whole_tensors_that_share_bytes_are_not_read_together() -> None:
     opened = open_manifest(tampered(wholes("abc"), chunk_byte_offsets=bytes([0, 16, 15])))
     plan(opened, "ab")
     with pytest.raises(CheckpointCorruptError, match="'a' and one of 'c' share bytes of file 'f0', at 15"):
         plan(opened, "abca")
-    # A part of one of them is planned in another way.
-    part = [Want("a", whole((8,)), is_flat=True), Want("c", Region((0,), (1,)), is_flat=True)]
+    # Memory that takes no raw bytes is planned in another way.
+    part = [Want("a", whole((8,)), is_flat=True), Want("c", Region((0,), (1,)), is_flat=False)]
     with pytest.raises(CheckpointCorruptError, match="'a' and one of 'c' share bytes"):
         plan_load(opened, part, verify=True, max_gap_bytes=0, max_fetch_bytes=1 << 20)
 
 
-def test_a_whole_and_a_part_of_a_sole_chunk_may_be_wanted() -> None:
+def test_a_whole_and_a_part_of_a_chunk_may_be_wanted() -> None:
     wants = [Want("a", whole((8,)), is_flat=True), Want("a", Region((2,), (3,)), is_flat=True)]
     opened = open_manifest(encode_manifest(wholes("ab")))
     (fetch,) = plan_load(opened, wants, verify=True, max_gap_bytes=0, max_fetch_bytes=1 << 20)
@@ -195,7 +195,37 @@ def test_tensors_that_share_bytes_are_not_read_together(*, turned: bool) -> None
 
 
 def test_the_same_chunk_may_be_wanted_twice() -> None:
-    plan(open_manifest(encode_manifest(halves("a"))), "aa")
+    opened = open_manifest(encode_manifest(halves("a")))
+    plan(opened, "aa")
+    plan_load(opened, as_it_is_and_converted("a"), verify=True, max_gap_bytes=0, max_fetch_bytes=1 << 20)
+
+
+def test_two_chunks_of_a_tensor_that_claim_one_place_are_not_read() -> None:
+    opened = open_manifest(tampered(halves("a"), chunk_files=bytes(2), chunk_byte_offsets=bytes(2)))
+    first_half, *_ = as_it_is_and_converted("a")
+    wants = [first_half._replace(region=Region((0,), (4,))), Want("a", whole((8,)), is_flat=False)]
+    with pytest.raises(CheckpointCorruptError, match="'a' and one of 'a' share bytes"):
+        plan_load(opened, wants, verify=True, max_gap_bytes=0, max_fetch_bytes=1 << 20)
+
+
+def as_it_is_and_converted(fqn: str) -> list[Want]:
+    """Both have the same chunks, and are planned in two ways."""
+    return [Want(fqn, whole((8,)), is_flat=is_flat) for is_flat in (True, False)]
+
+
+@pytest.mark.parametrize("part", [(2, 2), (3, 2), (4, 2)])
+def test_wants_of_whole_rows_are_planned_without_a_look_at_each_chunk(
+    monkeypatch: pytest.MonkeyPatch, part: tuple[int, int]
+) -> None:
+    manifest = manifest_of({"t": ((8, 2), grid_regions((8, 2), part)), "s": ((), [whole(())])})
+    opened = open_manifest(encode_manifest(manifest))
+    monkeypatch.setattr(table.TensorTable, "chunks_meeting", None)
+    wants = [Want("t", Region((1, 0), (6, 2)), is_flat=True), Want("s", whole(()), is_flat=True)]
+    fetches = plan_load(opened, wants, verify=True, max_gap_bytes=0, max_fetch_bytes=1 << 20)
+    rows = sorted((row.want, row.target_byte_offset, row.byte_length) for fetch in fetches for row in fetch.parts)
+    lengths = [length for want, _, length in rows if want == 0]
+    assert rows == [*((0, sum(lengths[:number]), length) for number, length in enumerate(lengths)), (1, 0, 2)]
+    assert sum(lengths) == 6 * 2 * 2
 
 
 def test_many_chunks_are_checked_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:

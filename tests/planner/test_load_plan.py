@@ -20,7 +20,7 @@ from bytecheckpoint.planner import coalesce as coalescing
 from bytecheckpoint.planner import frame_ranges as frame_planning
 from bytecheckpoint.planner.coalesce import ExtentIndex, coalesce
 from bytecheckpoint.planner.load_plan import Want, box_layout, plan_load, wanted_files
-from bytecheckpoint.region import Region, relative, rows, whole
+from bytecheckpoint.region import Region, grid_regions, relative, rows, whole
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,9 @@ def _small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @st.composite
 def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
-    """The shape cut in two, again and again, at random places."""
+    """The shape cut in two, again and again, at random places; or cut between rows into equal parts."""
+    if draw(st.booleans()) and prod(shape):
+        return grid_regions(shape, [*(draw(st.integers(1, length)) for length in shape[:1]), *shape[1:]])
     parts = [whole(shape)]
     for _ in range(draw(st.integers(0, 6))):
         part = parts.pop(draw(st.integers(0, len(parts) - 1)))
@@ -54,7 +56,8 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
 
 @st.composite
 def regions_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
-    lengths = [draw(st.integers(0, length)) for length in shape]
+    num_cut = 1 if draw(st.booleans()) else len(shape)
+    lengths = [*(draw(st.integers(0, length)) for length in shape[:num_cut]), *shape[num_cut:]]
     offsets = [draw(st.integers(0, length - taken)) for length, taken in zip(shape, lengths, strict=True)]
     return Region(tuple(offsets), tuple(lengths))
 
@@ -102,7 +105,8 @@ def checkpoints(draw: st.DrawFn) -> Stored:
     for index, content in enumerate(contents):
         lengths = draw(extents(len(content), frames[index]))
         files.append(DataFile(f"data/{index}", len(content), lengths, [0] * len(lengths)))
-    tensors = {fqn: tensor_record(str(arrays[fqn].dtype), arrays[fqn].shape, chunks[fqn]) for fqn in arrays}
+    in_order = {fqn: sorted(of_one) if draw(st.booleans()) else of_one for fqn, of_one in chunks.items()}
+    tensors = {fqn: tensor_record(str(arrays[fqn].dtype), arrays[fqn].shape, in_order[fqn]) for fqn in arrays}
     manifest = Manifest(save_id="x", files=files, tensors=tensors)
     if not has_codecs:
         manifest = open_manifest(encode_manifest(manifest))
