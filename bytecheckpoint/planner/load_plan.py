@@ -267,7 +267,8 @@ def _refuse_shared_bytes(
     manifest: Manifest, wants: Wants, of_rows: _UsedChunks, used: Sequence[tuple[str, Chunk]]
 ) -> None:
     """Raises CheckpointCorruptError (bad_manifest) if two of the wanted chunks share a byte. A chunk may be in
-    both `of_rows` and `used`."""
+    both `of_rows` and `used`.
+    """
     others: list[tuple[str, *tuple[int, ...]]] = []
     known: set[tuple[str, *tuple[int, ...]]] = set()
     if used:
