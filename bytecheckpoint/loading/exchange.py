@@ -9,6 +9,7 @@ help of other hosts, so every unit that is sent arrives, and makes room for the 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import closing, contextmanager, suppress
@@ -79,7 +80,12 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
         reply = ranks.reduce_scatter(msgspec.msgpack.encode(local_plan), partial(assign, extents=extents))
         assigned = decode_assignment(reply, ranks.rank)
         share = assigned.share
-        host_ranks.share_with({*share.takers, *(rank for rank, _ in share.received)})
+        from_others: Counter[int] = Counter()
+        for rank, run in share.received:
+            from_others[rank] += extents.num_bytes(run)
+        passed_on = sum(map(extents.num_bytes, chain(share.reads, (run for _, run in share.relayed))))
+        host_ranks.share_with({*share.takers, *from_others})
+        host_ranks.map_pages(from_others, passed_on)
         common = read_common(share.common, extents, ranks, source, lanes)
         exchange = _Exchange(
             ranks, source, match, host_ranks, targets=targets, read_bytes=arena_bytes[0], assigned=assigned, lanes=lanes

@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed.connection import Connection
+from bytecheckpoint.distributed.liveness import peer_watch
 from bytecheckpoint.distributed.same_host import host_ranks
 from bytecheckpoint.loading.between_ranks.host_exchange import HostExchange
 from distributed.played_hosts import on_host
@@ -204,3 +205,20 @@ def test_a_reader_that_is_killed_is_named_at_once_and_leaves_nothing(
         error, left = outcomes[rank].value
         assert (error.kind, error.ranks) == ("rank_missing", (1,))
         assert left == []
+
+
+def test_only_memory_that_will_be_filled_whole_is_mapped_with_its_pages() -> None:
+    num_bytes = 1 << 20
+    both = [host_ranks._with_memory(rank, num_bytes) for rank in (0, 1)]
+    with closing(both[0]) as taker, closing(both[1]) as reader:
+        taker.open({1: reader._own.offer(peer_watch.own_presence())})
+        own, of_reader = taker.content, taker.others[1].content
+        taker.map_pages({1: num_bytes - 1}, num_bytes - 1)
+        assert (taker.content, taker.others[1].content) == (own, of_reader)
+        assert taker.others[1].content is of_reader
+        taker.map_pages({1: num_bytes}, num_bytes)
+        assert taker.others[1].content is not of_reader
+        assert taker.content is not own
+        reader.content[:4] = b"read"
+        assert taker.others[1].content[:4] == of_reader[:4] == b"read"
+        del own, of_reader

@@ -69,6 +69,17 @@ class HostRanks:
             if rank not in ranks:
                 self.others.pop(rank).close()
 
+    def map_pages(self, received: Mapping[int, int], passed_on: int) -> None:
+        """Maps all pages of the memories that will be filled whole. `received` has the bytes that this rank will take
+        out of the memory of other ranks; `passed_on` counts those that go through its own.
+        """
+        for rank, num_bytes in received.items():
+            if num_bytes >= self.others[rank].content.nbytes:
+                self.others[rank].map_pages()
+        if self._own is not None and passed_on >= self.content.nbytes:
+            self._own.map_pages()
+            self.content = self._own.content
+
     def send(self, to: int, kind: int, **fields: int) -> bool:
         """Sends a message to the rank `to`. Returns False, with nothing sent, if its queue is full."""
         return self.others[to].send(Message(kind, self.rank, **fields))

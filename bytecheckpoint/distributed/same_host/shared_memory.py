@@ -65,17 +65,20 @@ class OwnMemory:
             # Unless pages are allocated now, touching one when there is no room kills the process.
             os.posix_fallocate(self._memory, 0, _HEAD_BYTES + num_bytes)
             self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            mapped = _mapped(self._memory, _HEAD_BYTES + num_bytes)
+            self.content = _mapped(self._memory, num_bytes)
         except BaseException:
             self.close()
             raise
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        mapped[:_TOKEN_BYTES] = self._token
-        self.content = mapped[_HEAD_BYTES:]
+        os.pwrite(self._memory, self._token, 0)
         self._end = _HEAD_BYTES + num_bytes
 
     def offer(self, presence: Presence) -> MemoryOffer:
         return MemoryOffer(presence, self._memory, self._write_end, self.content.nbytes, self._token)
+
+    def map_pages(self) -> None:
+        """Does what `PeerMemory.map_pages` does."""
+        self.content = _with_pages(self._memory, self.content)
 
     def append(self, content: bytes) -> int:
         """Appends bytes to the file that holds the memory; returns their start in it, for `PeerMemory.read`. Raises
@@ -122,10 +125,16 @@ class PeerMemory:
                 raise FileNotFoundError("another file has its number")
             self._queue = os.open(f"{folder}/{offer.queue}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             # Opened for writing although nothing is written: torch and ctypes take only writable memory.
-            self.content = _mapped(self._memory, _HEAD_BYTES + offer.num_bytes)[_HEAD_BYTES:]
+            self.content = _mapped(self._memory, offer.num_bytes)
         except BaseException:
             self.close()
             raise
+
+    def map_pages(self) -> None:
+        """Replaces `content` by a mapping that has all its pages, for memory that will be used: a page at a time costs
+        more than the copy into it.
+        """
+        self.content = _with_pages(self._memory, self.content)
 
     def send(self, message: Message) -> bool:
         """Sends a message, or drops it if the other rank has closed the queue; returns False if that is full."""
@@ -152,6 +161,13 @@ class PeerMemory:
                 os.close(descriptor)
 
 
-def _mapped(descriptor: int, num_bytes: int) -> memoryview:
-    """Maps memory with all its pages, because a page at a time costs more than the copy into it."""
-    return memoryview(mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+def _mapped(descriptor: int, num_bytes: int, flags: int = 0) -> memoryview:
+    """Maps the shared memory, without its head."""
+    return memoryview(mmap.mmap(descriptor, _HEAD_BYTES + num_bytes, flags=mmap.MAP_SHARED | flags))[_HEAD_BYTES:]
+
+
+def _with_pages(descriptor: int, content: memoryview) -> memoryview:
+    """Returns `content`, mapped with all its pages; as it is if there is no address space for it twice."""
+    with suppress(OSError):
+        return _mapped(descriptor, content.nbytes, mmap.MAP_POPULATE)
+    return content
