@@ -46,7 +46,7 @@ class Elements:
     def __init__(self, source: Source, wanted: Sequence[WantedTensor]) -> None:
         self._source = source
         self._wanted = wanted
-        self._quantized = _quantized_weights(wanted, source.manifest)
+        self._quantized = quantized_weights(wanted, source.manifest)
         """Quantized weights that become tensors of full precision, and their scales."""
         self._narrowed = {number for number, tensor in enumerate(wanted) if self._is_narrowed(tensor)}
 
@@ -127,7 +127,7 @@ class Elements:
                 yield LocalShard(copy.fqn, wanted.dtype, shape, copy.source_region, shaped)
 
 
-def _quantized_weights(wanted: Sequence[WantedTensor], manifest: Manifest) -> dict[str, StoredTensor]:
+def quantized_weights(wanted: Sequence[WantedTensor], manifest: Manifest) -> dict[str, StoredTensor]:
     """Returns the stored tensors whose product with their scales is wanted, and what `names_beside` has for them, by
     FQN. Raises the errors of `blocks_of`.
     """
