@@ -145,7 +145,7 @@ def quantized_weights(wanted: Sequence[WantedTensor], manifest: Manifest) -> dic
     return found
 
 
-def refuse_untold_blocks(selection: Selection, metadata: Mapping[str, Any]) -> None:
+def refuse_lost_blocks(selection: Selection, metadata: Mapping[str, Any]) -> None:
     """Raises CheckpointMismatchError (conflict) for quantized weights of a target without metadata, if a load of it
     would take blocks of other lengths than those that this metadata tells: the products would be wrong in silence.
     """

@@ -206,6 +206,7 @@ def test_blocks_of_any_length_are_told_by_the_configuration_of_the_folder(
     if path == "out":
         ended = call("convert", tmp_path / "fp8", tmp_path / "out", "--to", place)
         assert (ended.code, "left out" in ended.out) == (0, False)
+        assert bcp.open(tmp_path / "out").metadata["weight_block_size"] == [96, 64]
     state = {"weight": torch.zeros(192, 128)}
     bcp.load(f"{'file://' if place == 'fsspec' else ''}{tmp_path}/{path}", state, cast=True)
     assert torch.equal(state["weight"], expected)
