@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from bytecheckpoint.errors import CheckpointMismatchError
@@ -39,6 +40,7 @@ SCALE_SUFFIXES = ("_scale_inv", "_scale")
 """Behind the name of a quantized weight, they make the name of its scales."""
 WEIGHT_BLOCK = "weight_block_size"
 """Key in the metadata of a checkpoint, as in Hugging Face's `quantization_config`."""
+_BLOCK_TEXT = re.compile(r"\[([0-9]{1,9}), ([0-9]{1,9})\]")
 
 MXFP4 = "mxfp4"
 """Dtype of a weight that no file has as a tensor: its 4-bit numbers are in a tensor of bytes, two in each, and the
@@ -49,7 +51,11 @@ MXFP4_SUFFIXES = ("_scales", "_blocks")
 
 
 def weight_block(metadata: Mapping[str, object]) -> tuple[int, ...]:
-    """Returns rows and columns of the block of a matrix that a scale is for, if these values say so, else ()."""
+    """Returns rows and columns of the block of a matrix that a scale is for, if these values say so, else (). They say
+    it as a list or, since a header of safetensors holds texts alone, as the text of one.
+    """
     found = metadata.get(WEIGHT_BLOCK)
+    if isinstance(found, str) and (text := _BLOCK_TEXT.fullmatch(found)):
+        found = [*map(int, text.groups())]
     block = tuple(each for each in found if type(each) is int and each > 0) if isinstance(found, list) else ()
     return block if len(block) == 2 and found == [*block] else ()

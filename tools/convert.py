@@ -15,14 +15,13 @@ from bytecheckpoint.storage.open_store import is_local
 from . import exit_codes
 from .arguments import AccessOptions, ByteSize, with_link_option, with_output_options, with_step_option
 from .completion.param_types import StoredPath
-from .name_options import FORMATS, NameOptions, with_name_options
+from .name_options import DTYPES, FORMATS, NameOptions, with_name_options
 from .render.number_format import count_text, left_out_text, rate_text, size_text
 from .render.terminal import Screen, byte_progress, print_json, without
 
 if TYPE_CHECKING:
     from bytecheckpoint.conversion.convert import Converted, ConvertRequest
 
-_DTYPES = ("float64", "float32", "float16", "bfloat16")
 _MAX_FILE_BYTES = {"bcp": 8 << 30, "hf": 5 * 10**9}
 """Where --max-shard-size is not given; the other formats know no such limit."""
 
@@ -51,9 +50,9 @@ Example:
 @click.option("--link", is_flag=True, help="With --to bcp: write a manifest that points into the files of SRC.")
 @click.option(
     "--dtype",
-    type=click.Choice(_DTYPES),
+    type=click.Choice(DTYPES),
     metavar="DTYPE",
-    help=f"Convert tensors of {', '.join(_DTYPES)} to one of these, and weights in FP8, int8 or MXFP4 with scales to "
+    help=f"Convert tensors of {', '.join(DTYPES)} to one of these, and weights in FP8, int8 or MXFP4 with scales to "
     "their product; all others stay as they are.",
 )
 @click.option("--include", multiple=True, metavar="GLOB", help="Write only names of SRC that match; may be repeated.")

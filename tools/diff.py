@@ -23,7 +23,7 @@ from .arguments import (
     with_threads_option,
 )
 from .completion.param_types import StoredPath
-from .name_options import FORMATS, NameOptions, with_name_options
+from .name_options import DTYPES, FORMATS, NameOptions, with_name_options
 from .render.data_text import print_data_differences
 from .render.diff_text import print_diff, print_left_out
 from .render.terminal import Screen, byte_progress, print_json
@@ -51,6 +51,12 @@ Example:
 )
 @with_name_options
 @click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    metavar="DTYPE",
+    help="Compare B with what `bcp convert A B --dtype DTYPE` writes: of quantized weights the products.",
+)
+@click.option(
     "--atol",
     type=click.FloatRange(min=0),
     callback=finite,
@@ -75,6 +81,7 @@ def diff(
     b: str,
     names: NameOptions,
     is_renamed: bool,
+    dtype: str | None,
     atol: float | None,
     rtol: float | None,
     ignore_dtype: bool,
@@ -95,13 +102,14 @@ def diff(
     For each data loader in both, print how many samples lie between A and B, from the counts of the loader's
     streams.
 
-    With --to, --rename or --map, A is taken as `bcp convert` would write it: so an export is compared with its source.
+    With --to, --rename, --map or --dtype, A is taken as `bcp convert` would write it: so an export is compared with its
+    source.
     """
     names.name_map()  # raises for options that would do nothing
     tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
     from .analysis.checkpoint_diff import compare_checkpoints  # noqa: PLC0415 - torch takes seconds to import
     from .analysis.data_streams import data_differences  # noqa: PLC0415
-    from .analysis.export_view import export_of  # noqa: PLC0415
+    from .analysis.export_view import export_of, in_dtype  # noqa: PLC0415
 
     opened_a, opened_b = (
         of_path.find_files(of_path.open_manifest(path))
@@ -109,10 +117,11 @@ def diff(
     )
     data = data_differences(opened_a.manifest, opened_b.manifest)
     export = export_of(opened_a, names, exclude=exclude, beside=opened_b) if is_renamed else None
-    opened_a = export.opened if export else opened_a
+    opened_a, read_as = in_dtype(export.opened if export else opened_a, dtype)
     result = compare_checkpoints(
         opened_a,
         opened_b,
+        read_as=read_as,
         tolerance=tolerance,
         ignore_dtype=ignore_dtype,
         is_wanted=lambda fqn: _is_wanted(fqn, include, exclude),

@@ -15,6 +15,8 @@ from bytecheckpoint.options import NameMap
 
 FORMATS = ("bcp", "hf", "dcp", "torch")
 """Formats that `bcp convert` writes."""
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+"""Dtypes that it converts tensors to."""
 
 
 class NameOptions(NamedTuple):

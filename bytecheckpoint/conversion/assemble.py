@@ -5,18 +5,18 @@ knows no file of the target.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from bytecheckpoint.adapters.checkpoint_view import StoredTensor
-from bytecheckpoint.adapters.native.weight_scales import WeightScales, blocks_of, names_beside
+from bytecheckpoint.adapters.native.weight_scales import WeightScales, block_shape, blocks_of, names_beside
 from bytecheckpoint.adapters.shards import LocalShard, torch_dtype
-from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.dtypes import itemsize, weight_block
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.loading.select import FLOAT_DTYPES
+from bytecheckpoint.loading.select import FLOAT_DTYPES, Selection
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.memory.tensor_bytes import narrowed
 from bytecheckpoint.planner.copy_plan import WantedTensor, copies_of
@@ -46,7 +46,7 @@ class Elements:
     def __init__(self, source: Source, wanted: Sequence[WantedTensor]) -> None:
         self._source = source
         self._wanted = wanted
-        self._quantized = _quantized_weights(wanted, source.manifest)
+        self._quantized = quantized_weights(wanted, source.manifest)
         """Quantized weights that become tensors of full precision, and their scales."""
         self._narrowed = {number for number, tensor in enumerate(wanted) if self._is_narrowed(tensor)}
 
@@ -127,7 +127,7 @@ class Elements:
                 yield LocalShard(copy.fqn, wanted.dtype, shape, copy.source_region, shaped)
 
 
-def _quantized_weights(wanted: Sequence[WantedTensor], manifest: Manifest) -> dict[str, StoredTensor]:
+def quantized_weights(wanted: Sequence[WantedTensor], manifest: Manifest) -> dict[str, StoredTensor]:
     """Returns the stored tensors whose product with their scales is wanted, and what `names_beside` has for them, by
     FQN. Raises the errors of `blocks_of`.
     """
@@ -143,6 +143,26 @@ def _quantized_weights(wanted: Sequence[WantedTensor], manifest: Manifest) -> di
             blocks_of(weight, stored[0], names, manifest.metadata)
             found |= {fqn: weight, **dict(zip(beside, stored, strict=True))}
     return found
+
+
+def refuse_lost_blocks(selection: Selection, metadata: Mapping[str, Any]) -> None:
+    """Raises CheckpointMismatchError (conflict) for quantized weights of a target without metadata, if a load of it
+    would take blocks of other lengths than those that this metadata tells: the products would be wrong in silence.
+    """
+    block = weight_block(metadata)
+    shapes = {tensor.fqn: tensor.shape for tensor in selection.wanted} if block else {}
+    shapes |= {alias: shapes[fqn] for alias, fqn in selection.aliases.items() if fqn in shapes}
+    for tensor in selection.wanted:
+        weight = StoredTensor(tensor.fqn, tensor.dtype, tensor.shape)
+        for name in names_beside(weight, "float32", shapes):
+            by_shape = block_shape(weight.shape, shapes[name])
+            if by_shape not in (None, found := block_shape(weight.shape, shapes[name], block)):
+                raise CheckpointMismatchError(
+                    f"the scales {name!r:.200} are for blocks of {list(found or ())}, which this format has no place "
+                    f"to say, and by their shape a load would take blocks of {list(by_shape or ())}; nothing was "
+                    "written: convert --to hf or bcp, which say it, or write the products with --dtype",
+                    kind="conflict",
+                )
 
 
 def _has_non_finite(tensor: torch.Tensor) -> bool:

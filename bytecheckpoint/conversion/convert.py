@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from bytecheckpoint.conversion.assemble import Elements
+from bytecheckpoint.conversion.assemble import Elements, refuse_lost_blocks
 from bytecheckpoint.conversion.choice import check_choice
 from bytecheckpoint.conversion.dcp import plan_dcp
 from bytecheckpoint.conversion.existing_target import (
@@ -226,6 +226,8 @@ def _plan(request: ConvertRequest, ranks: Ranks) -> _Plan:
     num_selected = len(selection.wanted)
     if experts in EXPERT_NAMES:
         selection = replace(selection, wanted=with_separate_experts(selection.wanted, EXPERT_NAMES[experts]))
+    if choice.to in ("dcp", "torch"):
+        refuse_lost_blocks(selection, manifest.metadata)
     infix = f"{save_id[:8]}-" if existing.is_in_the_way else ""
     num_ranks, max_bytes = ranks.num_ranks, limits.max_file_bytes
     if choice.to == "hf":

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from bytecheckpoint.conversion.stream import FileRun, TargetFile, TargetPlan, spread, tensor_span
 from bytecheckpoint.conversion.torch_save import left_out_metadata
+from bytecheckpoint.dtypes import QUANTIZED_DTYPES, WEIGHT_BLOCK, weight_block
 from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
 from bytecheckpoint.loading.select import LeftOut, Selection, has_plain_data
 from bytecheckpoint.manifest import DataFile, Manifest
@@ -34,11 +35,16 @@ def plan_hf(
     spans = [tensor_span(number, tensor) for number, tensor in enumerate(wanted)]
     shards = _tensors_by_file([span.byte_length for span in spans], max_shard_bytes)
     aliases = {alias: fqn for alias, fqn in selection.aliases.items() if alias != _METADATA}
+    block = weight_block(manifest.metadata) if any(tensor.dtype in QUANTIZED_DTYPES for tensor in wanted) else ()
+    metadata = {"format": "pt", **({WEIGHT_BLOCK: str([*block])} if block else {})}
     files = []
     for shard_number, shard in enumerate(shards, 1):
         name = SOLE_NAME if len(shards) == 1 else f"model-{infix}{shard_number:05d}-of-{len(shards):05d}.safetensors"
         order = sorted(shard, key=lambda number: (-spans[number].item_bytes, wanted[number].fqn))
-        runs: list[FileRun] = [_header([wanted[number] for number in order], aliases), *(spans[each] for each in order)]
+        runs: list[FileRun] = [
+            _header([wanted[number] for number in order], aliases, metadata),
+            *(spans[each] for each in order),
+        ]
         files.append(TargetFile(name, runs))
     by_rank = spread([file.byte_length for file in files], num_ranks)
     weight_map = {wanted[number].fqn: files[at].name for at, shard in enumerate(shards) for number in shard}
@@ -51,8 +57,9 @@ def plan_hf(
         return (json.dumps(index, indent=2) + "\n").encode()
 
     last_name, last = (SOLE_NAME, None) if len(shards) == 1 else (INDEX_NAME, encoded)
-    metadata = [item for item in left_out_metadata(manifest) if item.name != "metadata format"]
-    return TargetPlan(files, by_rank, last_name, last, [*left_out_values(manifest, selection), *metadata])
+    held = {f"metadata {key}" for key in metadata}
+    left_out = [item for item in left_out_metadata(manifest) if item.name not in held]
+    return TargetPlan(files, by_rank, last_name, last, [*left_out_values(manifest, selection), *left_out])
 
 
 def left_out_values(manifest: Manifest, selection: Selection) -> list[LeftOut]:
@@ -92,11 +99,11 @@ def _tensors_by_file(byte_lengths: Sequence[int], max_bytes: int) -> list[list[i
     return files
 
 
-def _header(tensors: Sequence[WantedTensor], aliases: Mapping[str, str]) -> bytes:
+def _header(tensors: Sequence[WantedTensor], aliases: Mapping[str, str], metadata: Mapping[str, str]) -> bytes:
     held = {tensor.fqn for tensor in tensors}
     # As safetensors' own save_model tells which names it has left out because they are tied to another.
-    tied = {alias: fqn for alias, fqn in aliases.items() if fqn in held and alias != "format"}
-    fields: dict[str, object] = {_METADATA: {"format": "pt", **tied}}
+    tied = {alias: fqn for alias, fqn in aliases.items() if fqn in held and alias not in metadata}
+    fields: dict[str, object] = {_METADATA: {**metadata, **tied}}
     start = 0
     for tensor in tensors:
         end = start + tensor_span(0, tensor).byte_length

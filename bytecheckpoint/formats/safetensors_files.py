@@ -148,7 +148,7 @@ class _Headers(NamedTuple):
 
 def _add_tensors(source: SourceFolder, headers: _Headers, wanted: Mapping[str, Collection[str]]) -> None:
     """Adds the tensors that are wanted, by file, put together from the parts in all files; then the aliases, and the
-    block that a scale is for, as `config.json` says.
+    block that a scale is for, as `config.json` or else the headers say.
     """
     builder = source.builder
     by_tensor: dict[str, list[_FilePart]] = {}
@@ -171,7 +171,8 @@ def _add_tensors(source: SourceFolder, headers: _Headers, wanted: Mapping[str, C
             builder.add_alias(alias, fqn)
     if any(record.dtype in QUANTIZED_DTYPES for record in builder.tensors.values()):
         quantization = read_config(source.store, source.name).get("quantization_config")
-        block = weight_block(quantization) if isinstance(quantization, dict) else ()
+        in_config = quantization if isinstance(quantization, dict) else {}
+        block = weight_block(in_config) or weight_block(builder.metadata)
         builder.metadata = {**builder.metadata, **({WEIGHT_BLOCK: [*block]} if block else {})}
 
 

@@ -197,19 +197,35 @@ def write_with_config(folder: Path, block: object) -> torch.Tensor:
     return product_of(numbers, scales, (96, 64))
 
 
-@pytest.mark.parametrize("place", ["folder", "file", "fsspec", "converted"])
+@pytest.mark.parametrize("place", ["folder", "file", "fsspec", "bcp", "hf"])
 def test_blocks_of_any_length_are_told_by_the_configuration_of_the_folder(
     tmp_path: Path, call: Any, place: str
 ) -> None:
     expected = write_with_config(tmp_path / "fp8", [96, 64])
-    path = {"file": "fp8/model.safetensors", "converted": "out"}.get(place, "fp8")
-    if place == "converted":
-        assert call("convert", tmp_path / "fp8", tmp_path / "out", "--to", "bcp").code == 0
+    path = {"file": "fp8/model.safetensors", "bcp": "out", "hf": "out"}.get(place, "fp8")
+    if path == "out":
+        ended = call("convert", tmp_path / "fp8", tmp_path / "out", "--to", place)
+        assert (ended.code, "left out" in ended.out) == (0, False)
+        assert bcp.open(tmp_path / "out").metadata["weight_block_size"] == [96, 64]
     state = {"weight": torch.zeros(192, 128)}
     bcp.load(f"{'file://' if place == 'fsspec' else ''}{tmp_path}/{path}", state, cast=True)
     assert torch.equal(state["weight"], expected)
     assert call("convert", tmp_path / path, tmp_path / "hf", "--to", "hf", "--dtype", "float32").code == 0
     assert torch.equal(bcp.open(tmp_path / "hf").state_dict()["weight"], expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_a_conversion_that_would_lose_the_blocks_is_refused_where_a_load_would_take_others(
+    tmp_path: Path, call: Any, to: str
+) -> None:
+    write_with_config(tmp_path / "fp8", [96, 64])
+    ended = call("convert", tmp_path / "fp8", tmp_path / "out", "--to", to)
+    assert ended.code != 0
+    assert "the scales 'weight_scale_inv' are for blocks of [96, 64]" in ended.out + ended.err
+    assert not (tmp_path / "out").exists()
+    write_with_config(tmp_path / "told", [128, 64])
+    assert call("convert", tmp_path / "told", tmp_path / "out", "--to", to).code == 0
 
 
 @pytest.mark.parametrize("block", [None, [96], [128, 32], [96.0, 64], [0, 64], "96", [True, 64]], ids=str)

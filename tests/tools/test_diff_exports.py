@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from two_llamas import VOCABULARY, Llama, Megatron, llama_configuration, megatron_arguments, trained, write_safetensors
 
 import bytecheckpoint as bcp
+from bytecheckpoint.tools.analysis import tensor_diff
 
 TO_LLAMA, TO_MEGATRON = "megatron-gpt-to-hf-llama", "hf-llama-to-megatron-gpt"
 
@@ -120,6 +121,53 @@ def test_an_export_of_another_dtype_is_near(call, run, tmp_path) -> None:
     assert call("diff", run, tmp_path / "hf", *options).code == 0
     change_one_element(tmp_path / "hf")
     assert call("diff", run, tmp_path / "hf", *options).code == 1
+
+
+def test_an_export_of_another_dtype_is_the_same_to_the_bit_with_its_dtype(call, run, tmp_path) -> None:
+    convert(call, run, tmp_path / "hf", "--to", "hf", "--dtype", "bfloat16")
+    assert call("diff", run, tmp_path / "hf", "--to", "hf", "--dtype", "bfloat16").code == 0
+    result = call("diff", run, tmp_path / "hf", "--to", "hf", "--dtype", "float16", "--limit", 1)
+    assert (result.code, "float16" in result.out) == (1, True)
+
+
+def write_quantized(folder: Path) -> None:
+    """Writes weights in FP8, with blocks that the configuration alone tells, in int8 and in MXFP4."""
+    torch.manual_seed(8)
+    folder.mkdir()
+    tensors = {
+        "fp8.weight": torch.randn(192, 160).to(torch.float8_e4m3fn),
+        "fp8.weight_scale_inv": torch.rand(2, 2),
+        "int8.weight": torch.randint(-128, 128, (40, 30), dtype=torch.int8),
+        "int8.weight_scale": torch.rand(40, 1),
+        "experts.up_blocks": torch.randint(0, 256, (3, 24, 2, 16), dtype=torch.uint8),
+        "experts.up_scales": torch.randint(120, 130, (3, 24, 2), dtype=torch.uint8),
+        "norm.weight": torch.rand(30),
+    }
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"quantization_config": {"weight_block_size": [96, 96]}}')
+
+
+@pytest.mark.parametrize("to", ["hf", "bcp"])
+def test_products_of_quantized_weights_are_the_same_as_the_weights_and_their_scales(
+    call, tmp_path, monkeypatch, to
+) -> None:
+    monkeypatch.setattr(tensor_diff, "_TILE_BYTES", 1000)
+    a, b = tmp_path / "quantized", tmp_path / "products"
+    write_quantized(a)
+    convert(call, a, b, "--to", to, "--dtype", "bfloat16")
+    ended = call("diff", a, b, "--dtype", "bfloat16")
+    assert ended.code == 0, ended.out
+    assert "the same: 4 tensors and 0 plain values" in ended.out
+    ended = call("diff", a, b)
+    assert (ended.code, "--dtype compares these" in ended.out) == (1, True)
+    assert "--dtype" not in call("diff", b, a).out
+    weights = bcp.open(b).state_dict()
+    for weight in weights.values():
+        weight.view(-1)[-1] += 1
+    bcp.save(tmp_path / "changed", weights)
+    result = call("diff", a, tmp_path / "changed", "--dtype", "bfloat16", "--json").json
+    assert {item["fqn"]: item["num_differing"] for item in result["tensors"]} == dict.fromkeys(weights, 1)
+    assert result["only_in_a"] == result["only_in_b"] == []
 
 
 def test_tied_weights_of_an_export_are_the_same(call, tmp_path) -> None:

@@ -13,13 +13,14 @@ import torch
 
 from bytecheckpoint.checkpoint import read_whole
 from bytecheckpoint.loading.read import Source
+from bytecheckpoint.manifest.manifest import Described
 from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.options import LoadOptions
 
 from ..arguments import Opened
 from .named_values import NamedValues, ValueKey, is_same, named_values
 from .summary import NaturalOrder, in_natural_order, plain_value
-from .tensor_diff import ComparedTensors, TensorDiff, TensorPair
+from .tensor_diff import ReadAs, TensorDiff, TensorPair
 from .value_difference import Tolerance, ValueDifference, can_compare
 
 
@@ -87,6 +88,7 @@ def compare_checkpoints(
     a: Opened,
     b: Opened,
     *,
+    read_as: ReadAs,
     tolerance: Tolerance | None,
     ignore_dtype: bool,
     is_wanted: Callable[[str], bool],
@@ -102,14 +104,19 @@ def compare_checkpoints(
     started = time.monotonic()
     all_a, all_b = named_values(a.manifest, is_wanted), named_values(b.manifest, is_wanted)
     named_a, named_b = _with_small_tensors(all_a, a, all_b), _with_small_tensors(all_b, b, all_a)
+    parts = read_as.parts
+    named_a = named_a._replace(tensors={fqn: name for fqn, name in named_a.tensors.items() if name not in parts})
     common = in_natural_order(named_a.tensors.keys() & named_b.tensors.keys())
     pairs = {fqn: TensorPair(named_a.tensors[fqn], named_b.tensors[fqn]) for fqn in common}
     same_shape = [pair for pair in pairs.values() if a.manifest.describe(pair.a)[1] == b.manifest.describe(pair.b)[1]]
-    comparison = TensorDiff(a, b, same_shape, tolerance=tolerance)
+    comparison = TensorDiff(a, b, same_shape, read_as=read_as, tolerance=tolerance)
     num_bytes = comparison.num_bytes
     with progress(num_bytes) as on_progress:
         compared = comparison.run(threads=threads, on_progress=on_progress)
-    tensors = [_difference(fqn, pair, (a, b), compared, ignore_dtype=ignore_dtype) for fqn, pair in pairs.items()]
+    tensors = [
+        _difference(fqn, comparison.describe(pair), compared.differences.get(pair), ignore_dtype=ignore_dtype)
+        for fqn, pair in pairs.items()
+    ]
     return CheckpointDiff(
         only_in_a=in_natural_order(named_a.tensors.keys() - named_b.tensors.keys()),
         only_in_b=in_natural_order(named_b.tensors.keys() - named_a.tensors.keys()),
@@ -138,16 +145,10 @@ def _with_small_tensors(named: NamedValues, opened: Opened, other: NamedValues) 
 
 
 def _difference(
-    fqn: str,
-    pair: TensorPair,
-    opened: tuple[Opened, Opened],
-    compared: ComparedTensors,
-    *,
-    ignore_dtype: bool,
+    fqn: str, described: Sequence[Described], values: ValueDifference | None, *, ignore_dtype: bool
 ) -> TensorDifference:
-    described = [side.manifest.describe(stored) for side, stored in zip(opened, pair, strict=True)]
+    """Returns the difference of two tensors of these dtypes and shapes; `values` are those of tensors of one shape."""
     (dtype_a, shape_a), (dtype_b, shape_b) = described
-    values = compared.differences.get(pair) if shape_a == shape_b else None
     problems = []
     if shape_a != shape_b:
         problems.append("shape")

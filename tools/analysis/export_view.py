@@ -13,16 +13,17 @@ import torch
 from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain
 from bytecheckpoint.adapters.plain.plain_types import as_plain
+from bytecheckpoint.conversion.assemble import quantized_weights
 from bytecheckpoint.conversion.dcp import WHY_LOST
 from bytecheckpoint.conversion.huggingface import left_out_values
 from bytecheckpoint.conversion.link import link_manifest
 from bytecheckpoint.conversion.mapped_source import mapped_view, names_for_experts
 from bytecheckpoint.loading.plain_trees import without_numpy
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.loading.select import LeftOut, SelectionRequest
+from bytecheckpoint.loading.select import LeftOut, SelectionRequest, select
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
-from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, with_separate_experts
+from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, with_packed_weights, with_separate_experts
 from bytecheckpoint.name_maps.load import CheckpointFolder
 from bytecheckpoint.name_maps.rewrite_manifest import relink
 from bytecheckpoint.options import LoadOptions
@@ -30,6 +31,7 @@ from bytecheckpoint.planner.copy_plan import same_tensor
 
 from ..arguments import Opened
 from ..name_options import NameOptions
+from .tensor_diff import ReadAs
 
 
 class ExportView(NamedTuple):
@@ -65,6 +67,20 @@ def export_of(opened: Opened, names: NameOptions, *, exclude: Sequence[str], bes
         objects = {fqn: _as_written(to, fqn, tree) for fqn, tree in trees.items()}
         manifest = replace(manifest, objects=objects)
     return ExportView(opened._replace(manifest=manifest), left_out)
+
+
+def in_dtype(opened: Opened, dtype: str | None) -> tuple[Opened, ReadAs]:
+    """Returns a checkpoint with its tensors as `bcp convert --dtype` would write them, and how they are read for that.
+
+    Raises CheckpointMismatchError (shape, dtype, conflict) for scales whose product would not be the weight.
+    """
+    if dtype is None:
+        return opened, ReadAs({}, {})
+    manifest = with_packed_weights(opened.manifest)
+    selection = select(manifest, SelectionRequest(to="bcp", dtype=dtype, is_in_memory=True), None)
+    stored = manifest.describe_all()
+    dtypes = {tensor.fqn: tensor.dtype for tensor in selection.wanted if tensor.dtype != stored[tensor.fqn][0]}
+    return opened._replace(manifest=manifest), ReadAs(dtypes, quantized_weights(selection.wanted, manifest))
 
 
 def _without_empty(tree: Any, fqn: str, lost: list[str]) -> Any:

@@ -5,16 +5,19 @@ bounded memory, several regions at a time. Chunks with equal checksums in both m
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from bytecheckpoint.adapters.checkpoint_view import StoredTensor
+from bytecheckpoint.adapters.native.weight_scales import WeightScales
 from bytecheckpoint.adapters.shards import LocalShard, torch_dtype
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.loading.read import Source
+from bytecheckpoint.manifest.manifest import Described
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.region import Region, split_rows, whole
 from bytecheckpoint.runtime.threads import run_jobs
@@ -34,6 +37,20 @@ class TensorPair(NamedTuple):
 
     a: str
     b: str
+
+
+class ReadAs(NamedTuple):
+    """Tensors of the first checkpoint that are compared in another dtype than they are stored in."""
+
+    dtypes: Mapping[str, str]
+    """Their dtypes, by FQN."""
+    quantized: Mapping[str, StoredTensor]
+    """Quantized weights among them, and what these are multiplied by or unpacked from, by FQN."""
+
+    @property
+    def parts(self) -> set[str]:
+        """FQNs of the scales and packed numbers, which are compared as parts of the products."""
+        return {tensor.fqn for tensor in self.quantized.values()} - self.dtypes.keys()
 
 
 class ComparedTensors(NamedTuple):
@@ -60,23 +77,31 @@ class TensorDiff:
     both checkpoints, before compression.
     """
 
-    def __init__(self, a: Opened, b: Opened, pairs: Iterable[TensorPair], *, tolerance: Tolerance | None) -> None:
+    def __init__(
+        self, a: Opened, b: Opened, pairs: Iterable[TensorPair], *, read_as: ReadAs, tolerance: Tolerance | None
+    ) -> None:
         self._sources = [
             Source(side.store, side.folder, side.manifest, _OPTIONS, is_exchanged=False) for side in (a, b)
         ]
+        self._read_as = read_as
         self._tolerance = tolerance
         self._lock = threading.Lock()
         self._regions: list[tuple[TensorPair, Region]] = []
         self._differences: dict[TensorPair, ValueDifference] = {}
         self._num_bytes_same = 0
         for pair in dict.fromkeys(pairs):
-            if can_compare(a.manifest.describe(pair.a)[0], b.manifest.describe(pair.b)[0]):
+            if can_compare(*self._dtypes(pair)):
                 self._differences[pair] = ValueDifference()
         self._add_regions()
 
     @property
     def num_bytes(self) -> int:
         return sum(self._bytes_of(pair, region) for pair, region in self._regions)
+
+    def describe(self, pair: TensorPair) -> list[Described]:
+        """Returns dtype and shape of both tensors, as they are compared."""
+        (stored, shape), of_b = (source.manifest.describe(fqn) for source, fqn in zip(self._sources, pair, strict=True))
+        return [(self._read_as.dtypes.get(pair.a, stored), shape), of_b]
 
     def run(self, *, threads: int, on_progress: Callable[[int], None]) -> ComparedTensors:
         """Reads and compares. `on_progress` gets the number of bytes of both that are done since it was last called.
@@ -85,7 +110,7 @@ class TensorDiff:
         """
         # Before anything is cut into tiles: a manifest may claim a tensor of any size.
         for index, source in enumerate(self._sources):
-            fqns = {pair[index] for pair, _ in self._regions}
+            fqns = {pair[index] for pair, _ in self._regions} | (set() if index else self._read_as.parts)
             files = {file for fqn in fqns for file in source.manifest.tensors[fqn].files}
             source.check_files(files, verify=source.options.verify)
 
@@ -103,7 +128,7 @@ class TensorDiff:
         return region.numel * sum(map(itemsize, self._dtypes(pair)))
 
     def _dtypes(self, pair: TensorPair) -> list[str]:
-        return [source.manifest.describe(fqn)[0] for source, fqn in zip(self._sources, pair, strict=True)]
+        return [dtype for dtype, _ in self.describe(pair)]
 
     def _tiles(self) -> Iterator[_ComparedRegion]:
         for pair, region in self._regions:
@@ -118,7 +143,8 @@ class TensorDiff:
         others: list[TensorPair] = []
         for pair in self._differences:
             dtype_a, dtype_b = self._dtypes(pair)
-            is_alike = dtype_a == dtype_b and are_cut_alike(a, pair.a, b, pair.b)
+            is_stored = dtype_a == dtype_b and pair.a not in self._read_as.dtypes
+            is_alike = is_stored and are_cut_alike(a, pair.a, b, pair.b)
             (alike if is_alike else others).append(pair)
         numbers_a, numbers_b = (
             np.concatenate([np.arange(chunks.start, chunks.stop) for chunks in of_side] or [np.zeros(0, np.int64)])
@@ -142,8 +168,8 @@ class TensorDiff:
 
     def _compare(self, batch: Sequence[_ComparedRegion]) -> list[ValueDifference]:
         sides = [
-            _read(source, [(tile.pair[index], tile.region) for tile in batch])
-            for index, source in enumerate(self._sources)
+            _read(source, [(tile.pair[index], tile.region) for tile in batch], read_as)
+            for index, (source, read_as) in enumerate(zip(self._sources, (self._read_as, ReadAs({}, {})), strict=True))
         ]
         found = []
         for tile, a, b in zip(batch, *sides, strict=True):
@@ -171,14 +197,19 @@ def _batches(tiles: Iterable[_ComparedRegion]) -> Iterator[list[_ComparedRegion]
         yield batch
 
 
-def _read(source: Source, wanted: Sequence[tuple[str, Region]]) -> list[TensorElements]:
-    """Reads the stored bytes of these regions, on the calling thread."""
+def _read(source: Source, wanted: Sequence[tuple[str, Region]], read_as: ReadAs) -> list[TensorElements]:
+    """Reads the bytes of these regions, on the calling thread, as stored or as they are converted."""
     described = source.manifest.describe_each([fqn for fqn, _ in wanted])
-    shards, contents = [], []
-    for (fqn, region), (dtype, shape) in zip(wanted, described, strict=True):
+    filled, contents = [], []
+    scales = WeightScales(read_as.quantized, source.manifest.metadata)
+    for (fqn, region), (stored_dtype, shape) in zip(wanted, described, strict=True):
+        dtype = read_as.dtypes.get(fqn, stored_dtype)
         content = torch.empty(region.numel * itemsize(dtype), dtype=torch.uint8, device="cpu")
-        shards.append(LocalShard(fqn, dtype, shape, region, content.view(torch_dtype(dtype)).view(region.lengths)))
+        target = content.view(torch_dtype(dtype)).view(region.lengths)
+        filled.append(scales.add(LocalShard(fqn, dtype, shape, region, target), fqn))
         contents.append(TensorElements(dtype, content.numpy().data))
-    fqns = [fqn for fqn, _ in wanted]
+    filled += [(place, place.fqn) for place in scales.places.values()]
+    shards, fqns = [shard for shard, _ in filled], [fqn for _, fqn in filled]
     source.read(source.plan_unchecked(shards, fqns), shards, fqns)
+    scales.multiply()
     return contents

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import TYPE_CHECKING
 
+from bytecheckpoint.dtypes import MXFP4_SUFFIXES, SCALE_SUFFIXES
+
 from ..analysis.value_difference import larger
 from .number_format import count_text, left_out_text, number_text, rate_text, shape_text, shortened, size_text
 from .terminal import LAST_DROP, NAME_STYLE, Column, Screen, TableShape
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from ..analysis.checkpoint_diff import CheckpointDiff, TensorDifference
 
 _MAX_VALUE_TEXT = 60
+_OF_SCALES = (*SCALE_SUFFIXES, *MXFP4_SUFFIXES)
 _MORE = ": --limit 0 shows all"
 
 
@@ -31,9 +34,12 @@ def print_diff(screen: Screen, paths: tuple[str, str], result: CheckpointDiff, *
         screen.line(f"DIFFERENT: {_verdict(result, differing)}", style="bold red")
         screen.line(f"  {_counts(result)} were compared{_within(near)}")
     screen.line(f"  {_work(result)}")
+    other_kind = [tensor for tensor in differing if tensor.shapes[0] != tensor.shapes[1] or "dtype" in tensor.problems]
+    may_be_products = {*result.only_in_b, *(tensor.fqn for tensor in other_kind)}
+    if any(name.removesuffix(suffix) in may_be_products for name in result.only_in_a for suffix in _OF_SCALES):
+        screen.line("  A may have quantized weights and B their products: --dtype compares these")
     _print_names(screen, "only in A", result.only_in_a, limit)
     _print_names(screen, "only in B", result.only_in_b, limit)
-    other_kind = [tensor for tensor in differing if tensor.shapes[0] != tensor.shapes[1] or "dtype" in tensor.problems]
     other_values = [tensor for tensor in differing if "values" in tensor.problems]
     tables = [(_KIND_TABLE, other_kind), (_VALUE_TABLE, other_values), (_OBJECT_TABLE, result.objects)]
     for table, items in tables:

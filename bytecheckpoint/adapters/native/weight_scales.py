@@ -12,7 +12,15 @@ import torch
 
 from bytecheckpoint.adapters.checkpoint_view import StoredTensor
 from bytecheckpoint.adapters.shards import LocalShard, torch_dtype
-from bytecheckpoint.dtypes import MXFP4, MXFP4_NUMEL, MXFP4_SUFFIXES, QUANTIZED_DTYPES, SCALE_SUFFIXES, weight_block
+from bytecheckpoint.dtypes import (
+    MXFP4,
+    MXFP4_NUMEL,
+    MXFP4_SUFFIXES,
+    QUANTIZED_DTYPES,
+    SCALE_SUFFIXES,
+    WEIGHT_BLOCK,
+    weight_block,
+)
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.region import Region, whole
 
@@ -183,7 +191,8 @@ def blocks_of(
         kind, why = "conflict", f"{weight.fqn + _ZERO_POINT!r:.200} beside them, which is no factor"
     elif found is None:
         kind = "shape"
-        why = f"shape {list(scales.shape)}, which does not tell the part of {list(weight.shape)} that each is for"
+        why = f"shape {list(scales.shape)}, which does not tell the part of {list(weight.shape)} that each is for, nor "
+        why += f"does a {WEIGHT_BLOCK} in config.json or in the metadata"
     if found is None or why:
         raise CheckpointMismatchError(
             f"the scales {scales.fqn!r:.200} have {why}; take {weight.fqn!r:.200} as {weight.dtype}, with its scales",

@@ -36,6 +36,7 @@ from .optimizer_trees import is_optimizer
 
 _NAMED_BY_READER = frozenset({OWN_FORMAT, "deepspeed", "megatron"})
 """Formats in which models may have names; in all others they have none."""
+_SCALED = "quantized, with scales: cast=True loads the products into a model in full precision"
 _GENERATOR_BYTES = 5056
 """Length of the state of torch's generator on the host."""
 
@@ -90,6 +91,7 @@ def _tree_of(fqn: str, trees: Mapping[str, Any]) -> str | None:
 
 def _with_tensors(part: Part, tensors: Sequence[TensorEntry]) -> Part:
     dtypes = sorted({tensor.dtype for tensor in tensors})
+    are_scaled = part.kind == "model" and _have_scales(tensors)
     return replace(
         part,
         holds=f"weights in {and_more(dtypes, 3)}" if part.kind == "model" else part.holds,
@@ -98,7 +100,8 @@ def _with_tensors(part: Part, tensors: Sequence[TensorEntry]) -> Part:
         num_tensors=len(tensors),
         num_elements=sum(tensor.num_elements for tensor in tensors),
         num_bytes=sum(tensor.num_bytes for tensor in tensors),
-        needs_cast=part.needs_cast or (part.kind == "model" and _have_scales(tensors)),
+        needs_cast=part.needs_cast or are_scaled,
+        hint=_SCALED if are_scaled else part.hint,
     )
 
 
