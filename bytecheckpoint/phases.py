@@ -268,7 +268,7 @@ def _make_memory(source: Source, fitted: Fitted, *, cast: bool) -> tuple[Match, 
     """Makes the memory that the state lacks. Returns the match of the whole state with the checkpoint, and the plan of
     the reads that fill the state.
     """
-    source.changes.make_memory()
+    source.changes.note_new_memory()
     entries, stored, before, _ = fitted.matched
     refused = {problem.fqn for problem in before.problems}
     for entry in entries:

@@ -144,7 +144,10 @@ class FlatParamState:
         return Expectation(shards.found, set(), problems, padding=padding)
 
     def _clashes(self, key: str, are_scalars: Collection[bool], stored: StoredOptimizer) -> Iterator[Problem]:
-        """Yields a problem for each parameter with a scalar in the checkpoint and a tensor in this memory."""
+        """Yields a problem for each parameter that has a scalar under this key of its state in the checkpoint, where
+        another parameter or the live state has a tensor. `are_scalars` has True if a parameter in the checkpoint has a
+        scalar there, and False if one has a tensor.
+        """
         own = self._state.get(key)
         if True in are_scalars and (False in are_scalars or (isinstance(own, torch.Tensor) and own.numel() != 1)):
             for names, _, stored_shape in self._loaded_parts(stored):

@@ -48,7 +48,7 @@ class SaveInFlight:
         self._work: list[Future[None]] = []
         self._copied_to = ""
 
-    def begin(self, handle: SaveHandle) -> None:
+    def note_begun(self, handle: SaveHandle) -> None:
         """Notes a save that has begun. Call `settle` before."""
         self._handle = handle
 

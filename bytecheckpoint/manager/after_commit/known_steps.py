@@ -66,7 +66,7 @@ class KnownSteps:
                     self._mark(self._abandoned)
                 self._is_read = True
 
-    def add(self, info: StepInfo) -> None:
+    def note_commit(self, info: StepInfo) -> None:
         """Notes that a step was committed, in place of any earlier checkpoint of it: without a lease, not abandoned."""
         with self._lock:
             self._steps[info.step] = StoredStep(info, False, 0.0, False)
@@ -99,14 +99,14 @@ class KnownSteps:
             else:
                 self._steps[step] = found
 
-    def remove(self, info: StepInfo) -> None:
+    def note_deleted(self, info: StepInfo) -> None:
         """Notes that a checkpoint was deleted, unless its step has another checkpoint now."""
         with self._lock:
             known = self._steps.get(info.step)
             if known is not None and known.info.save_id == info.save_id:
                 del self._steps[info.step]
 
-    def change(self, change: StepChange) -> None:
+    def note_change(self, change: StepChange) -> None:
         """Notes a change that was already written to the store."""
         with self._lock:
             self._apply(change)
