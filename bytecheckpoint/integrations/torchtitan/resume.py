@@ -80,8 +80,8 @@ def _resume(
 
 
 def _refuse_others(folders: NumberedFolders, found: Sequence[NumberedFolder]) -> None:
-    """Raises CheckpointMismatchError (conflict) if checkpoints were `found`, none of which a run can go on
-    from, or if the folder has some of torchtitan's own manager.
+    """Raises CheckpointMismatchError (conflict) if checkpoints were `found`, none of which a run can go on from, or
+    if the folder has some of torchtitan's own manager.
     """
     if found:
         raise CheckpointMismatchError(

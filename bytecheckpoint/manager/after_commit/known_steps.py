@@ -89,7 +89,9 @@ class KnownSteps:
                     self._steps.pop(step, None)
 
     def read_again(self, step: int) -> None:
-        """Reads a step whose checkpoint another program has replaced. Raises the errors of the store."""
+        """Reads a known step again, whose checkpoint another program has replaced; forgets it if that is gone. Raises
+        the errors of the store.
+        """
         found = step_records.read_step(self._store, step, reads_manifest=True)
         with self._lock:
             if step not in self._steps:
