@@ -156,7 +156,9 @@ class Connection:
         return WireHeader(*HEADER.unpack(content))
 
     def disconnect(self) -> None:
-        """Ends all waits, as `interrupt` does; the peer's end first tells the reader rank that this rank leaves."""
+        """Ends all waits, as `interrupt` does. An end that has sent its request first tells the reader rank that it
+        leaves.
+        """
         with suppress(OSError):
             if self.is_established:  # else the message would wait, or be taken for a part of the request
                 self._socket.send(_LEAVING)

@@ -312,8 +312,8 @@ def _write_root_objects(
 
 
 def _commit(store: Store, task: RecoveryTask, folder: StagedFolder) -> Sequence[str]:
-    """Creates the manifest; returns the files of the checkpoint that it replaces. Raises CheckpointSaveError (storage)
-    if another one was committed since the plan was made.
+    """Creates the manifest; returns the files of the checkpoint that it replaces. Raises CheckpointSaveError (storage),
+    or CheckpointExistsError for a save that replaces none, if another one was committed since the plan was made.
     """
     content = stage_folder.read_manifest(folder.store) or b""
     manifest = decode_manifest(content)

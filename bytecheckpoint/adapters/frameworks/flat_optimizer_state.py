@@ -74,22 +74,24 @@ class FlatParamState:
                     what = f"a {type(value).__name__} of tensors in the optimizer state of flat parameters"
                     raise unsupported(fqn, what, _ADVICE)
                 if not isinstance(value, torch.Tensor):
-                    self._check_same(fqn, value)
+                    self._note_value(fqn, value)
                     plain[key] = value
                 elif value.shape == shape:
                     shards.found += part.shards(fqn, value)
                 elif value.numel() == 1:
                     # Once, where several parts of one parameter lie on this rank.
                     shards.add_all([] if fqn in self._scalars else [(fqn, value)])
-                    self._check_same(fqn, value)
+                    self._note_value(fqn, value)
                 else:
                     what = f"optimizer state of shape {list(value.shape)} for flat parameters"
                     raise unsupported(fqn, what, _ADVICE)
             if plain:
                 yield names.name, plain
 
-    def _check_same(self, fqn: str, value: Any) -> None:
-        """Raises CheckpointSaveError (unsupported_value) if another part of the parameter has another value or form."""
+    def _note_value(self, fqn: str, value: Any) -> None:
+        """Notes the value of one part of a parameter. Raises CheckpointSaveError (unsupported_value) if another part
+        has another value or form.
+        """
         other = self._scalars.setdefault(fqn, value)
         if isinstance(other, torch.Tensor) != isinstance(value, torch.Tensor) or not same_value(other, value):
             what = f"{value} for one part of a parameter and {other} for another"
