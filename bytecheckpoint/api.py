@@ -18,7 +18,7 @@ from bytecheckpoint.options import LoadOptions, SaveOptions, given_or_default
 from bytecheckpoint.phases import run_load, run_resume, run_save, run_warm_up
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage import deletion, layout
-from bytecheckpoint.storage.layout import check_step
+from bytecheckpoint.storage.layout import checked_step
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import path_text
 
@@ -305,4 +305,4 @@ def delete(
     manifest.
     """
     store = open_store(path, storage_options=storage_options, writer_threads=1)
-    deletion.delete_checkpoint(store, layout.find_checkpoint(store, check_step(step), location=str(store)))
+    deletion.delete_checkpoint(store, layout.find_checkpoint(store, checked_step(step), location=str(store)))

@@ -315,7 +315,7 @@ def _checked_map_name(value: object) -> str:
 
 
 def _checked_map_options(value: object) -> tuple[tuple[str, int | str], ...]:
-    """Returns the options in an immutable form."""
+    """Returns the options in an immutable form. Raises ValueError for values that cannot be options."""
     pairs = tuple(value.items()) if isinstance(value, Mapping) else value
     if isinstance(pairs, tuple) and all(map(_is_map_option, pairs)):
         return pairs

@@ -54,11 +54,11 @@ from bytecheckpoint.saving.in_flight import (
     wait_until_staged,
 )
 from bytecheckpoint.saving.prepare import PreparedSave, SnapshotKind, allocate, kind_of_snapshot
-from bytecheckpoint.saving.target import SaveCall, SaveOwner, SaveTarget, check_metadata, open_target
+from bytecheckpoint.saving.target import SaveCall, SaveOwner, SaveTarget, checked_metadata, open_target
 from bytecheckpoint.saving.upload import write_upload_and_commit
 from bytecheckpoint.staging.memory_slots import MemoryPart, generation_of
 from bytecheckpoint.storage.credentials import shown_path
-from bytecheckpoint.storage.layout import check_step, root_of
+from bytecheckpoint.storage.layout import checked_step, root_of
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -99,8 +99,8 @@ def run_save(
             if kind == "none":
                 slot.close()  # only what is staged needs the staging memory
         with call.phase("plan"):
-            step = check_step(step)
-            manifest_metadata = check_metadata(metadata if make_metadata is None else make_metadata())
+            step = checked_step(step)
+            manifest_metadata = checked_metadata(metadata if make_metadata is None else make_metadata())
             target = open_target(
                 path, step=step, role=role, storage_options=storage_options, options=options, owner=owner
             )
@@ -268,7 +268,7 @@ def _make_memory(source: Source, fitted: Fitted, *, cast: bool) -> tuple[Match, 
     """Makes the memory that the state lacks. Returns the match of the whole state with the checkpoint, and the plan of
     the reads that fill the state.
     """
-    source.changes.make_memory()
+    source.changes.note_new_memory()
     entries, stored, before, _ = fitted.matched
     refused = {problem.fqn for problem in before.problems}
     for entry in entries:

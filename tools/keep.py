@@ -66,6 +66,7 @@ class KeptRow:
     step: int
     created_at: datetime | None
     num_bytes: int
+    """Bytes of its data files; of one that is not kept, only of those that go with it."""
     metrics: Mapping[str, float]
     is_pinned: bool
     is_abandoned: bool

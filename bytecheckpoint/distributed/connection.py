@@ -132,12 +132,12 @@ class Connection:
             raise self._gone("the connection was closed")
 
     def send_ack(self) -> None:
-        """Tells the reader rank that everything has arrived."""
+        """Tells the peer that everything has arrived."""
         with suppress(OSError):  # if it is gone already, others learn why
             self._socket.send(_ACK)
 
     def receive_into(self, buffer: memoryview) -> None:
-        """Fills the buffer. Raises CheckpointError (rank_missing) if the reader rank is stuck or gone."""
+        """Fills the buffer. Raises CheckpointError (rank_missing) if the peer is stuck or gone."""
         try:
             fill(buffer, self._socket)
         except TimeoutError:
@@ -156,7 +156,9 @@ class Connection:
         return WireHeader(*HEADER.unpack(content))
 
     def disconnect(self) -> None:
-        """Ends all waits, as `interrupt` does; the peer's end first tells the reader rank that this rank leaves."""
+        """Ends all waits, as `interrupt` does. An end that has sent its request first tells the reader rank that it
+        leaves.
+        """
         with suppress(OSError):
             if self.is_established:  # else the message would wait, or be taken for a part of the request
                 self._socket.send(_LEAVING)

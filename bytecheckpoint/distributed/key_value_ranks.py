@@ -291,7 +291,7 @@ class GroupRanks:
         return error
 
     def _report_failure(self, error: CheckpointError) -> CheckpointError:
-        """Reports an error to the coordinator; returns the coordinator's choice of the error for all ranks to raise."""
+        """Reports an error to the coordinator; returns the one that it chooses for all, this one if none."""
         self._has_failed = True
         number = self._store.add(NUM_FAILURES, 1)
         put_message(self._store, failure_key(number), _FAILURE + encode_failure(error))

@@ -55,7 +55,9 @@ def is_folder(source: SourceFolder) -> bool:
 
 
 def read_folder(source: SourceFolder) -> None:
-    """Reads the files that an index names, else `model.safetensors`, else all. Raises as `detect.read_manifest`."""
+    """Adds the files that an index names to the builder, else `model.safetensors`, else all. Raises as
+    `detect.read_manifest` does.
+    """
     indices = sorted(name for name in source.files if name.endswith(INDEX_SUFFIX))
     files = sorted(name for name in source.files if name.endswith(SUFFIX))
     if _INDEX in indices or len(indices) == 1:
@@ -86,8 +88,8 @@ def _refuse_incomplete(files: Sequence[str], path: str) -> None:
 
 
 def read_indexed(source: SourceFolder, name: str) -> None:
-    """Reads the checkpoint of an index: each tensor from the file that the index names for it, and the tensors in these
-    files that the index does not name. Raises as `read_folder`.
+    """Adds the checkpoint of an index to the builder: each tensor from the file that the index names for it, and the
+    tensors in these files that the index does not name. Raises as `read_folder`.
     """
     weights = read_index(source, name)
     source.refuse_missing(set(weights.values()), name)
@@ -102,7 +104,7 @@ def read_indexed(source: SourceFolder, name: str) -> None:
 
 
 def read_files(source: SourceFolder, names: Sequence[str]) -> None:
-    """Reads the checkpoint that these files are together. Raises as `read_folder`."""
+    """Adds the checkpoint that these files are together to the builder. Raises as `read_folder`."""
     headers = _read_headers(source, names)
     _add_tensors(source, headers, headers.parts)
 

@@ -113,7 +113,7 @@ def _put(root: dict[str, Any], keys: Sequence[str], value: Any) -> bool:
 
 
 def _split(path: str, names: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Returns a parameter's name and the keys of a piece of its state: several where torchtitan flattened it."""
+    """Returns a parameter among `names` and the keys of a piece of its state: several where torchtitan flattened it."""
     parts = path.split(".")
     for count in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:count])

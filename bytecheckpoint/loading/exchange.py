@@ -168,7 +168,7 @@ class _Exchange(ConnectedThreads):
             # The starts are in the block too: threads may have run out, and a signal may interrupt the wait.
             with self._failing_together(), self._watching():
                 plan = divide(unit_bytes=self._assigned.unit_bytes)
-                self._source.begin_reading([*plan.shared, *plan.alone])
+                self._source.expect_bytes([*plan.shared, *plan.alone])
                 self._host.ask(plan.received)
                 for _ in range(NUM_THREADS if self._host_ranks.others else 0):
                     self._start(self._host.serve)

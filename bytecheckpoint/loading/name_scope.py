@@ -28,7 +28,7 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import is_at_or_below
 from bytecheckpoint.manifest.ranges import Fetch
-from bytecheckpoint.name_maps.fused_experts import has_separate_experts, with_fused_experts
+from bytecheckpoint.name_maps.fused_experts import has_experts_to_fuse, with_fused_experts
 
 
 class NameScope(NamedTuple):
@@ -149,7 +149,7 @@ def fit_state(ranks: Ranks, source: Source, scope: NameScope, wanted: WantedStat
         return Fitted(matched, fetches, findings)
 
     other_name = scope.other_name(names, as_it_is.entries)
-    chosen, fitted = as_it_is, agree(as_it_is, other_name=other_name, has_experts=has_separate_experts(scope.manifest))
+    chosen, fitted = as_it_is, agree(as_it_is, other_name=other_name, has_experts=has_experts_to_fuse(scope.manifest))
     if fitted.findings.is_open:
         other_name, fused = fitted.findings.other_name, with_fused_experts(scope.manifest)
         scopes = [scope] if fused is None else [scope, scope._replace(manifest=fused)]
@@ -171,7 +171,9 @@ def _rank_local(matched: Matched) -> list[RankLocalEntry]:
 
 
 def _without_sums(matched: Matched, conflicts: Mapping[str, str], wanted: WantedState) -> Matched:
-    """Returns the comparison with these conflicts, texts by the FQN of the entry: they fill nothing."""
+    """Gives the entries these conflicts, texts by the FQN of the entry, and returns the comparison with them: they fill
+    nothing.
+    """
     for entry in _rank_local(matched):
         entry.refuse_sum(conflicts.get(entry.fqn, ""))
     return matched._replace(match=match_state(matched.entries, matched.stored, cast=wanted.cast))

@@ -18,7 +18,7 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.manifest import Manifest, MapNotes, encode_manifest
 from bytecheckpoint.name_maps.load import CheckpointFolder, mapped_manifest
 from bytecheckpoint.options import LoadOptions, NameMap
-from bytecheckpoint.storage.layout import check_step, parse_manifest, parse_step, step_folder
+from bytecheckpoint.storage.layout import checked_step, parse_manifest, parse_step, step_folder
 from bytecheckpoint.storage.open_store import is_remote
 from bytecheckpoint.storage.store import Store, full_location
 
@@ -56,7 +56,7 @@ class _OpenedMessage(msgspec.Struct, frozen=True, array_like=True):
 
 def wanted_step(step: object) -> int | Literal["latest"] | None:
     """Returns "latest", None, or a number as an int. Raises CheckpointMismatchError (conflict) for any other value."""
-    return "latest" if isinstance(step, str) and step == "latest" else check_step(step)
+    return "latest" if isinstance(step, str) and step == "latest" else checked_step(step)
 
 
 def retry_replaced(call: Callable[P, T]) -> Callable[P, T]:

@@ -21,7 +21,7 @@ class StateChanges:
         self.may_have_overwritten = False
         self._has_overwritten = False
 
-    def make_memory(self) -> None:
+    def note_new_memory(self) -> None:
         """Notes that tensors without memory are about to be given some."""
         self._may_have_made_memory = True
 

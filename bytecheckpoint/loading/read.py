@@ -91,7 +91,7 @@ class Source:
         with self.meter.until_end():
             yield
 
-    def begin_reading(self, fetches: Sequence[Fetch]) -> None:
+    def expect_bytes(self, fetches: Sequence[Fetch]) -> None:
         """Tells the meter, if there is one, how many more bytes this rank is going to read."""
         if self.meter is not None:
             self.meter.expect("read", sum(fetch.byte_length for fetch in fetches))
@@ -219,7 +219,7 @@ class Source:
 
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
         """Carries out a plan that was made for these shards."""
-        self.begin_reading(fetches)
+        self.expect_bytes(fetches)
         with streams_to(TargetShards.of(shards).tensors_without_address) as lanes:
             targets = self.targets(shards, stored_fqns, lanes)
             other_fetches = self._read_directly(fetches, targets, lanes)

@@ -127,7 +127,7 @@ def read_common(
         for number in own
     ]
     if reads:
-        source.begin_reading(reads)
+        source.expect_bytes(reads)
     source.run(reads, lanes)
     if {*readers} != {COORDINATOR}:
         _gather_common(parts, readers, ranks)

@@ -30,7 +30,7 @@ from bytecheckpoint.manager.data.log_writer import log_of
 from bytecheckpoint.manager.data.managed_data import ManagedData
 from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves, OwnedRoot
-from bytecheckpoint.manager.options import ManagerOptions, check_options, check_policies
+from bytecheckpoint.manager.options import ManagerOptions, check_policies, checked_options
 from bytecheckpoint.manager.ownership import OpenedRoot, claim, look_at
 from bytecheckpoint.manager.restore import (
     RestoreChoice,
@@ -82,7 +82,7 @@ class CheckpointManager:
         other than 1 without memory, and what opening the root raises.
         """
         check_policies(save=save, keep=keep)
-        self._options, memory_policy = with_memory(check_options(options), memory, memory_every)
+        self._options, memory_policy = with_memory(checked_options(options), memory, memory_every)
         self._root, self._role = absolute_path(layout.root_of(root, role)), role
         self._policy, self._keep = save, keep
         self._goodput = Goodput()

@@ -18,10 +18,10 @@ from typing import Any, Literal, Protocol
 from bytecheckpoint.manager.policy_arguments import (
     GivenSteps,
     check_function,
-    check_integer,
     check_name,
     check_parts,
-    check_seconds,
+    checked_integer,
+    checked_seconds,
     collect_steps,
     show_call,
     wrong_argument,
@@ -135,7 +135,7 @@ class Latest(_JoinableKeepPolicy):
     n: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", check_integer(self, "n", self.n, minimum=1))
+        object.__setattr__(self, "n", checked_integer(self, "n", self.n, minimum=1))
 
     def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
         return [len(saved) - number <= self.n for number in range(len(saved))]
@@ -148,7 +148,7 @@ class EverySteps(_JoinableKeepPolicy):
     n: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", check_integer(self, "n", self.n, minimum=1))
+        object.__setattr__(self, "n", checked_integer(self, "n", self.n, minimum=1))
 
     def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
         return [info.step % self.n == 0 for info in saved]
@@ -163,7 +163,7 @@ class EverySeconds(_JoinableKeepPolicy):
     s: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "s", check_seconds(self, "s", self.s, may_be_zero=False))
+        object.__setattr__(self, "s", checked_seconds(self, "s", self.s, may_be_zero=False))
 
     def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
         """Returns True for the oldest, and for each that is at least `s` seconds younger than the last kept one. Steps
@@ -183,7 +183,7 @@ class Within(_JoinableKeepPolicy):
     s: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "s", check_seconds(self, "s", self.s, may_be_zero=False))
+        object.__setattr__(self, "s", checked_seconds(self, "s", self.s, may_be_zero=False))
 
     def keeps(self, saved: Sequence[StepInfo], now: float, /) -> Sequence[bool]:
         return [now - info.time <= self.s for info in saved]
@@ -201,7 +201,7 @@ class Best(_JoinableKeepPolicy):
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", check_integer(self, "n", self.n, minimum=1))
+        object.__setattr__(self, "n", checked_integer(self, "n", self.n, minimum=1))
         check_name(self, "metric", self.metric, takes="the name of a metric")
         if self.mode not in ("min", "max"):
             raise wrong_argument(self, "mode", self.mode, "'min' or 'max'")

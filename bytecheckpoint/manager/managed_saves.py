@@ -227,7 +227,7 @@ class ManagedSaves:
             )
         if self._owned is None or metrics is None:
             return metadata
-        checked.update(step_records.check_metrics(metrics))
+        checked.update(step_records.checked_metrics(metrics))
         return {**(metadata or {}), "metrics": checked} if checked else metadata
 
     def _owner(self, step: int, *, pin: bool) -> SaveOwner | None:

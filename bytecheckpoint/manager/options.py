@@ -81,7 +81,7 @@ class ManagerOptions:
         _check("on_save", self.on_save, self.on_save is None or callable(self.on_save), "a function or None")
 
 
-def check_options(options: object) -> ManagerOptions:
+def checked_options(options: object) -> ManagerOptions:
     """Returns the options, or the defaults for None. Raises TypeError for anything else."""
     if options is not None and not isinstance(options, ManagerOptions):
         raise TypeError(

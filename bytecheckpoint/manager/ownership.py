@@ -105,8 +105,8 @@ class Generation(NamedTuple):
         return found is not None and found.save_id_prefix == self.save_id_prefix
 
     def clear_earlier(self, *, before_folder: Callable[[], object]) -> None:
-        """Deletes what saves of earlier generations left uncommitted, then the claims of these generations.
-        `before_folder` is called before each folder of a step is looked through.
+        """Deletes what saves of earlier generations left uncommitted, if the store has an inventory, then the claims of
+        these generations. `before_folder` is called before each folder of a step is looked through.
 
         Raises StorageError; what is left is cleared when this is called again, or by the next manager.
         """

@@ -44,7 +44,7 @@ def wrong_argument(policy: object, field: str, value: object, takes: str) -> Val
     return ValueError(f"{type(policy).__name__}: {field} must be {takes}, not {value!r}")
 
 
-def check_integer(policy: object, field: str, value: object, *, minimum: int) -> int:
+def checked_integer(policy: object, field: str, value: object, *, minimum: int) -> int:
     """Returns the value as a plain int; numpy's integers are accepted. Raises ValueError for any other value, and for
     one below `minimum`.
     """
@@ -61,7 +61,7 @@ def plain_number(value: object) -> float | None:
     return index(value) if isinstance(value, SupportsIndex) else float(value)
 
 
-def check_seconds(policy: object, field: str, value: object, *, may_be_zero: bool) -> float:
+def checked_seconds(policy: object, field: str, value: object, *, may_be_zero: bool) -> float:
     """Returns a finite number of seconds as a plain one; numpy's are accepted. Raises ValueError for all else."""
     seconds = plain_number(value)
     if seconds is None or not math.isfinite(seconds) or seconds < 0 or (seconds == 0 and not may_be_zero):
@@ -70,7 +70,7 @@ def check_seconds(policy: object, field: str, value: object, *, may_be_zero: boo
     return seconds
 
 
-def check_fraction(policy: object, field: str, value: object) -> float:
+def checked_fraction(policy: object, field: str, value: object) -> float:
     """Returns a number above 0 and below 1 as a plain one; numpy's are accepted. Raises ValueError for all else."""
     fraction = plain_number(value)
     if fraction is None or not 0 < fraction < 1:
@@ -102,7 +102,7 @@ def collect_steps(policy: object, given: Iterable[GivenSteps]) -> Collection[int
         # An array or tensor without dimensions has __iter__, which raises TypeError.
         is_one = isinstance(item, str | bytes) or getattr(item, "ndim", None) == 0
         found = item if isinstance(item, Iterable) and not is_one else [item]
-        steps.update(check_integer(policy, "steps", number, minimum=0) for number in found)
+        steps.update(checked_integer(policy, "steps", number, minimum=0) for number in found)
     if not steps:
         raise wrong_argument(policy, "steps", given, "one step or more")
     return frozenset(steps)

@@ -24,7 +24,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.storage.inventory import refuse_beginning_anew
-from bytecheckpoint.storage.layout import check_step, find_checkpoint
+from bytecheckpoint.storage.layout import checked_step, find_checkpoint
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, one_block
 
@@ -126,7 +126,7 @@ def given_step(step: object, *, takes: str = "the manager takes the number of a 
     Raises CheckpointMismatchError (conflict), a ValueError, for anything else than an integer from 0 to 2^63 - 1.
     """
     try:
-        checked = check_step(step)
+        checked = checked_step(step)
     except CheckpointMismatchError:
         checked = None
     if checked is None:

@@ -268,6 +268,7 @@ def _names_to_finish(journal: DeletionJournal, *, is_replaced: bool) -> list[str
 
 
 def _read_journal(store: Store, name: str) -> DeletionJournal | None:
+    """Returns a journal; None if it is gone or damaged, or if its folder or save id cannot be those of a checkpoint."""
     try:
         journal = msgspec.json.decode(read_whole(store, name, max_bytes=_MAX_JOURNAL_BYTES), type=DeletionJournal)
     except CheckpointNotFoundError:
@@ -275,8 +276,8 @@ def _read_journal(store: Store, name: str) -> DeletionJournal | None:
     except (msgspec.DecodeError, RecursionError) as error:
         logger.warning("%s is damaged (%s) and counts as absent", join_name(str(store), name), error)
         return None
-    is_ours = journal.save_id and (not journal.folder or layout.parse_step(journal.folder) is not None)
-    return journal if is_ours else None
+    is_possible = journal.save_id and (not journal.folder or layout.parse_step(journal.folder) is not None)
+    return journal if is_possible else None
 
 
 def _delete_all(store: Store, folder: str, names: Sequence[str], pace: DeletionPace) -> None:

@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 from bytecheckpoint.manager.policy_arguments import (
     GivenSteps,
-    check_fraction,
     check_function,
-    check_integer,
     check_parts,
-    check_seconds,
+    checked_fraction,
+    checked_integer,
+    checked_seconds,
     collect_steps,
     plain_number,
     show_call,
@@ -177,8 +177,8 @@ class EverySteps(_JoinableSavePolicy):
     is_step_only = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", check_integer(self, "n", self.n, minimum=1))
-        object.__setattr__(self, "offset", check_integer(self, "offset", self.offset, minimum=0))
+        object.__setattr__(self, "n", checked_integer(self, "n", self.n, minimum=1))
+        object.__setattr__(self, "offset", checked_integer(self, "offset", self.offset, minimum=0))
 
     def due(self, now: StepInfo, _: Sequence[StepInfo], /) -> bool:
         return now.step > 0 and (now.step - self.offset) % self.n == 0
@@ -193,7 +193,7 @@ class EverySeconds(_JoinableSavePolicy):
     s: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "s", check_seconds(self, "s", self.s, may_be_zero=False))
+        object.__setattr__(self, "s", checked_seconds(self, "s", self.s, may_be_zero=False))
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
         passed_s = now.time - saved[-1].time if saved else now.seconds.get("since_start", 0.0)
@@ -232,7 +232,7 @@ class Last(_JoinableSavePolicy):
     is_step_only = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_steps", check_integer(self, "num_steps", self.num_steps, minimum=1))
+        object.__setattr__(self, "num_steps", checked_integer(self, "num_steps", self.num_steps, minimum=1))
 
     def due(self, now: StepInfo, _: Sequence[StepInfo], /) -> bool:
         return now.step == self.num_steps - 1
@@ -245,7 +245,7 @@ class Continuous(_JoinableSavePolicy):
     minimum_s: float = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "minimum_s", check_seconds(self, "minimum_s", self.minimum_s, may_be_zero=True))
+        object.__setattr__(self, "minimum_s", checked_seconds(self, "minimum_s", self.minimum_s, may_be_zero=True))
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
         if not saved:
@@ -264,7 +264,7 @@ class Overhead(_JoinableSavePolicy):
     fraction: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fraction", check_fraction(self, "fraction", self.fraction))
+        object.__setattr__(self, "fraction", checked_fraction(self, "fraction", self.fraction))
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
         """Returns True if no save is in flight, and the stall of the last is at most this share of the time since."""
@@ -282,9 +282,9 @@ class CostBudget(_JoinableSavePolicy):
     mtbf_s: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "budget", check_fraction(self, "budget", self.budget))
+        object.__setattr__(self, "budget", checked_fraction(self, "budget", self.budget))
         if self.mtbf_s is not None:
-            object.__setattr__(self, "mtbf_s", check_seconds(self, "mtbf_s", self.mtbf_s, may_be_zero=False))
+            object.__setattr__(self, "mtbf_s", checked_seconds(self, "mtbf_s", self.mtbf_s, may_be_zero=False))
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
         """Returns True if no save is in flight, and the time since the last one is worth another save."""
@@ -330,7 +330,7 @@ class Deadline(_JoinableSavePolicy):
     is_step_only = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "margin_s", check_seconds(self, "margin_s", self.margin_s, may_be_zero=True))
+        object.__setattr__(self, "margin_s", checked_seconds(self, "margin_s", self.margin_s, may_be_zero=True))
         object.__setattr__(self, "at_s", self._seconds_since_1970())
 
     def _seconds_since_1970(self) -> float:

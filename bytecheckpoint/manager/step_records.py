@@ -79,7 +79,7 @@ class StoredStep(NamedTuple):
     is_abandoned: bool
 
 
-def check_metrics(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
+def checked_metrics(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
     """Returns the metrics as plain floats; scalars of numpy and torch are accepted.
 
     Raises CheckpointMismatchError (conflict) for what is no mapping; and one that names the metric for a value that is
@@ -121,9 +121,9 @@ def write_record(store: Store, folder: str, info: StepInfo) -> None:
 def report(store: Store, folder: str, metrics: Metrics, *, time: float) -> dict[str, float]:
     """Adds metrics to a committed checkpoint, and returns them as plain floats. The newest report of a metric counts.
 
-    Raises CheckpointNotFoundError (not_committed), and what `check_metrics` raises.
+    Raises CheckpointNotFoundError (not_committed), and what `checked_metrics` raises.
     """
-    checked = check_metrics(metrics)
+    checked = checked_metrics(metrics)
     save_id = _check_committed(store, folder)
     record = SaveRecord(save_id=save_id, time=time, metrics=_as_json(checked))
     name = join_name(folder, METRICS_FOLDER, f"{save_id}-{secrets.token_hex(4)}.json")
@@ -342,7 +342,7 @@ def _record_of(info: CheckpointInfo) -> SaveRecord:
     """Makes the record of a checkpoint from its manifest."""
     metrics: dict[str, float] = {}
     with suppress(ValueError):  # metadata of a program without a manager may hold anything
-        metrics = check_metrics(info.metadata.get("metrics"))
+        metrics = checked_metrics(info.metadata.get("metrics"))
     time = info.created_at.timestamp() if info.created_at else 0.0
     return SaveRecord(save_id=info.save_id, time=time, num_bytes=info.num_bytes, metrics=_as_json(metrics))
 

@@ -214,8 +214,8 @@ class TensorTable(Mapping[str, TensorRecord]):
         )
 
     def _checked_slice(self, fqn: str) -> Columns:
-        """Returns the columns of one tensor. The first time it checks the chunks of this tensor before, for themselves
-        and for bytes that they share: raises CheckpointCorruptError (bad_manifest).
+        """Returns the columns of one tensor. The first call for a tensor checks its chunks, and that no two of them
+        share bytes, unless chunks may. Raises CheckpointCorruptError (bad_manifest).
         """
         index = self._indices[fqn]
         columns = self._slice(index, index + 1)

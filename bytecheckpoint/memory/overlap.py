@@ -77,7 +77,7 @@ def _compare_group(group: Sequence[int], shards: Sequence[LocalShard], shared: S
         if not tensor.is_meta:  # a view has an address even there
             identity = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
             same.setdefault(identity, []).append(number)
-    views = {numbers[0]: _view_of(shards[numbers[0]].tensor) for numbers in same.values()}
+    views = {numbers[0]: _byte_runs_of(shards[numbers[0]].tensor) for numbers in same.values()}
     if sum(view.num_runs for view in views.values()) > _MAX_RUNS or not _have_common(views.values()):
         filled = views
     else:
@@ -157,7 +157,7 @@ def _is_within(view: _ByteRuns, other: _ByteRuns) -> bool:
     return bool(is_within.all())
 
 
-def _view_of(tensor: torch.Tensor) -> _ByteRuns:
+def _byte_runs_of(tensor: torch.Tensor) -> _ByteRuns:
     run_bytes = tensor.element_size()
     dims: list[tuple[int, int]] = []
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

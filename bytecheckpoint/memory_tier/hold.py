@@ -278,15 +278,15 @@ class _StagedFiles:
         names = [*((self._rank, number) for number in range(len(own))), *self._mirrors]
         self._files = {name: each.file for name, each in zip(names, written, strict=True)}
         self.files = [staged_file(*name, file) for name, file in self._files.items()]
-        self._fill = partial(slots.fill, agreed.save_id, prepared.target.step or 0, self._rank)
-        self._fill(names)
+        self._mark_whole = partial(slots.mark_whole, agreed.save_id, prepared.target.step or 0, self._rank)
+        self._mark_whole(names)
 
     def drop(self, divergent: Sequence[DivergentFile]) -> list[DivergentReplica]:
         """Marks files that differ from their owners' as not valid, and returns the tensors that differ."""
         if not divergent:
             return []
         divergent_by_name = {(each.owner, each.number): each for each in divergent}
-        self._fill(
+        self._mark_whole(
             [(-1, number) if (owner, number) in divergent_by_name else (owner, number) for owner, number in self._files]
         )
         return [

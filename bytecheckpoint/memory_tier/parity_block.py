@@ -144,15 +144,15 @@ class ParityBlock:
 
         return Fetching(source.rank, source.address, list(places), partial(_scratch, bytearray(PIECE_BYTES)), take)
 
-    def fill(self) -> None:
-        """Notes that the block is whole."""
+    def mark_whole(self) -> None:
+        """Writes the notes about the block into the slot, and marks it as whole."""
         block = self._image[: self._length]
         notes = msgspec.msgpack.encode(_BlockNotes(self._held, xxhash.xxh3_64_intdigest(block)))
         # A digest may be encoded in fewer bytes than the largest one.
         start = image_starts(self._lengths)[1]
         self._image[start : start + len(notes)] = notes
         self._lengths[1] = len(notes)
-        self._slot.fill(self._position, self._record.save_id, self._record.step, self._lengths)
+        self._slot.mark_whole(self._position, self._record.save_id, self._record.step, self._lengths)
 
 
 def _scratch(memory: bytearray, piece: SentPiece) -> memoryview:

@@ -155,11 +155,11 @@ class _Copying:
                 raise
             self._transfer(listener, orders, fetches, timeout_s)
             for order in orders.orders:
-                self._slots.copies.fill(
+                self._slots.copies.mark_whole(
                     order.owner, self._record.save_id, self._record.step, order.lengths, numbers=order.numbers
                 )
             if self._parity is not None:
-                self._parity.fill()
+                self._parity.mark_whole()
             for held in (self._slots.copies, self._slots.parity):
                 held.doubt(self._record.save_id)
         except CheckpointError as error:

@@ -301,7 +301,9 @@ class _Rebuild:
             image = memory.copies.take(rank, lengths, max_bytes=max_bytes)
             for start, file in zip(image_starts(lengths), files.values(), strict=False):
                 image[start : start + file.nbytes] = file
-            memory.copies.fill(rank, self._inputs.version.save_id, self._inputs.step, lengths, numbers=list(files))
+            memory.copies.mark_whole(
+                rank, self._inputs.version.save_id, self._inputs.step, lengths, numbers=list(files)
+            )
 
 
 def _add(places: dict[SentPiece, list[int]], piece: SentPiece, place: int) -> None:

@@ -374,7 +374,9 @@ class _Application:
         return tensors, aliases
 
     def _length(self, pattern: Pattern, dim: int) -> int | None:
-        """Returns the length along `dim` of the first tensor that matches; None if none does or it has no `dim`."""
+        """Returns the length along `dim` of the first tensor that matches, of one layer if layers are stacked; None if
+        none does or it has no `dim`. Values that are one for a whole parameter are no such tensors.
+        """
         for name, match in self._matches.items():
             if match is None or self._map.arounds[match.around].equal_parts:
                 continue

@@ -60,7 +60,7 @@ def expert_names_of(model_type: str) -> str:
     return "mixtral" if model_type in _MIXTRAL_TYPES else "qwen2_moe"
 
 
-def has_separate_experts(manifest: Manifest) -> bool:
+def has_experts_to_fuse(manifest: Manifest) -> bool:
     """Returns True if a tensor has the name of a matrix of one expert, or of packed numbers of all. Cheap, unlike
     `with_fused_experts`.
     """

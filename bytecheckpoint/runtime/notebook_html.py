@@ -15,7 +15,7 @@ _MAX_TEXT = 200
 
 
 def rows_html(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], num_rows: int) -> str:
-    """Returns a table of the first rows, and how many are left out."""
+    """Returns a table of the first of these `num_rows` rows, and how many are left out."""
     shown = list(islice(rows, _MAX_ROWS))
     titles = "".join(f"<th>{escape(name)}</th>" for name in head)
     cells = ["".join(f"<td>{escape(shortened(text))}</td>" for text in row) for row in shown]

@@ -61,7 +61,7 @@ class LocalStage:
 
     @property
     def is_direct(self) -> bool:
-        """True if the disk had no room for a file of this rank."""
+        """True if a file of this rank went directly to the path, because the disk had no room for it."""
         return bool(self._direct)
 
     def begin(self, journal: Journal) -> None:

@@ -210,9 +210,9 @@ def _plan(store: Store, by_rank: Sequence[Sequence[StagedPart]]) -> RecoveryPlan
 def _target_folder(store: Store, folder: str, *, is_step: bool) -> TargetFolder:
     listing = store.list(join_name(folder, layout.DATA_FOLDER))
     sizes = {f"{layout.DATA_FOLDER}/{name}": size for name, size in listing.items() if size is not None}
-    save_id = None
+    save_id = None  # it cannot be read
     with suppress(CheckpointCorruptError, UnsafeCheckpointError):
-        save_id = layout.committed_save_id(store, folder)
+        save_id = layout.committed_save_id(store, folder)  # empty if none is committed
     is_above_seen = folder != "" or not is_step  # `recover` may be given the path of a step
     in_the_way = checkpoint_in_the_way(store, folder, is_step=is_step) if is_above_seen else ""
     return TargetFolder(save_id, sizes, in_the_way)
@@ -312,8 +312,8 @@ def _write_root_objects(
 
 
 def _commit(store: Store, task: RecoveryTask, folder: StagedFolder) -> Sequence[str]:
-    """Creates the manifest; returns the files of the checkpoint that it replaces. Raises CheckpointSaveError (storage)
-    if another one was committed since the plan was made.
+    """Creates the manifest; returns the files of the checkpoint that it replaces. Raises CheckpointSaveError (storage),
+    or CheckpointExistsError for a save that replaces none, if another one was committed since the plan was made.
     """
     content = stage_folder.read_manifest(folder.store) or b""
     manifest = decode_manifest(content)

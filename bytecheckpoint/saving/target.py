@@ -141,7 +141,7 @@ def open_target(
     return SaveTarget(store, folder, step, options.overwrite, stage, owner, reuse=can_reuse)
 
 
-def check_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Returns the user's metadata as a manifest holds it.
 
     Raises CheckpointSaveError (unsupported_value), before anything is written, for what msgpack cannot encode, and for

@@ -57,9 +57,11 @@ class CopySlots:
             slot = self._taken[owner] = self._reserved_slot(num_bytes, max_bytes)
         return slot.begin(lengths)
 
-    def fill(self, owner: int, save_id: str, step: int, lengths: Sequence[int], *, numbers: Sequence[int] = ()) -> None:
-        """Notes that a copy is whole. `numbers` are in the names of its files; empty for all files of the owner."""
-        self._taken[owner].fill(save_id, step, owner, lengths, files=[(owner, number) for number in numbers])
+    def mark_whole(
+        self, owner: int, save_id: str, step: int, lengths: Sequence[int], *, numbers: Sequence[int] = ()
+    ) -> None:
+        """Marks a copy as whole. `numbers` are in the names of its files; empty for all files of the owner."""
+        self._taken[owner].mark_whole(save_id, step, owner, lengths, files=[(owner, number) for number in numbers])
 
     def doubt(self, save_id: str) -> None:
         """Keeps the copies of this save beside those that are needed: other hosts may go on from it. Those of earlier

@@ -103,7 +103,7 @@ class JobMemory:
 
     def image(self) -> dict[tuple[int, int], memoryview]:
         """Returns the data files of the image that was filled last, by rank and number in their names, with -1 as the
-        rank of those that are not whole: see `fill`.
+        rank of those that are not whole: see `mark_whole`.
         """
         if self._filling is None:
             raise RuntimeError("a slot is filled before its files are asked for")
@@ -113,14 +113,14 @@ class JobMemory:
             for file, start, length in zip(self._files, starts, self._lengths, strict=False)
         }
 
-    def fill(self, save_id: str, step: int, rank: int, files: Sequence[tuple[int, int]]) -> None:
-        """Notes that the image is whole: files with these ranks and numbers in their names. A later call marks
-        those that are not whole after all, with -1 as their rank.
+    def mark_whole(self, save_id: str, step: int, rank: int, files: Sequence[tuple[int, int]]) -> None:
+        """Marks the image as whole, with these ranks and numbers in the names of its files. A later call gives those
+        that are not valid after all the rank -1.
         """
         if self._filling is None:
             raise RuntimeError("a slot is taken before it is filled")
         self._files = list(files)
-        self._filling.fill(save_id, step, rank, self._lengths, files=self._files)
+        self._filling.mark_whole(save_id, step, rank, self._lengths, files=self._files)
 
     def doubt(self, save_id: str) -> None:
         """Keeps the slots of this save as well, which is whole on all ranks: others may learn that it is complete while

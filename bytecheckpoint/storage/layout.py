@@ -72,7 +72,7 @@ def root_of(path: str | os.PathLike[str], role: object) -> str:
     return join_name(root, role)
 
 
-def check_step(step: object) -> int | None:
+def checked_step(step: object) -> int | None:
     """Returns the step as a plain int, and None for None; it may be an integer of numpy or a tensor of one.
 
     Raises CheckpointMismatchError (conflict), a ValueError, for anything else than an integer from 0 to 2^63 - 1.

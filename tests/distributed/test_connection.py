@@ -164,7 +164,7 @@ def test_a_peer_that_connects_twice_is_served_once(listener: Listener) -> None:
 
 def exchange_with_a_peer() -> _Exchange:
     options = bcp.LoadOptions(timeout_s=PATIENT_S)
-    source: Any = SimpleNamespace(options=options, changes=StateChanges(), begin_reading=lambda _: None)
+    source: Any = SimpleNamespace(options=options, changes=StateChanges(), expect_bytes=lambda _: None)
     match: Any = SimpleNamespace(shards=[], stored_fqns=[])
     ranks: Any = SimpleNamespace(global_ranks=[READER, PEER], rank=0, num_ranks=2, has_failed=lambda: False)
     assigned = ReadAssignment(ReaderShare([], [1], []), {}, 1, 1.0)

@@ -350,7 +350,7 @@ def test_metrics_that_are_reported_while_a_replaced_copy_waits_do_not_hide_it(tm
 def test_marks_of_a_step_before_it_was_replaced_are_not_those_of_the_new_one(tmp_path: Path) -> None:
     bcp.save(tmp_path, state_at(3), step=3)
     steps = KnownSteps(open_store(tmp_path, storage_options=None, writer_threads=1))
-    steps.change(StepChange(3, metrics={"loss": 1.0}, leased_until=9e9))
+    steps.note_change(StepChange(3, metrics={"loss": 1.0}, leased_until=9e9))
     new = step_info(3, metrics={"loss": 2.0}, save_id="of the new one")
-    steps.add(new)
+    steps.note_commit(new)
     assert steps.all() == [StoredStep(new, False, 0.0, False)]

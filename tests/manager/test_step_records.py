@@ -233,10 +233,10 @@ def test_abandoned_steps_come_first(store: Store) -> None:
 
 def test_metrics_are_numbers() -> None:
     given = {"a": 1, "b": np.float32(0.5), "c": torch.tensor(2.0), "d": math.nan}
-    assert str(step_records.check_metrics(given)) == "{'a': 1.0, 'b': 0.5, 'c': 2.0, 'd': nan}"
+    assert str(step_records.checked_metrics(given)) == "{'a': 1.0, 'b': 0.5, 'c': 2.0, 'd': nan}"
     for wrong in ({"loss": "low"}, {"loss": None}, {"loss": [1, 2]}, {3: 1.0}):
         with pytest.raises(ValueError, match="metrics are numbers by name"):
-            step_records.check_metrics(wrong)
+            step_records.checked_metrics(wrong)
 
 
 @pytest.mark.parametrize("given", [np.ones(3), torch.ones(2), [1.0], "low"], ids=["array", "tensor", "list", "text"])
@@ -248,7 +248,7 @@ def test_what_is_no_mapping_of_metrics_is_refused_as_such(store: Store, given: A
 
 
 def test_a_loss_that_requires_grad_is_a_metric_without_a_warning() -> None:
-    assert step_records.check_metrics({"loss": torch.tensor(0.5, requires_grad=True)}) == {"loss": 0.5}
+    assert step_records.checked_metrics({"loss": torch.tensor(0.5, requires_grad=True)}) == {"loss": 0.5}
 
 
 def test_a_number_of_another_library_is_a_metric_whatever_else_it_has() -> None:
@@ -258,7 +258,7 @@ def test_a_number_of_another_library_is_a_metric_whatever_else_it_has() -> None:
         def __float__(self) -> float:
             return 0.5
 
-    assert step_records.check_metrics({"loss": Meter()}) == {"loss": 0.5}
+    assert step_records.checked_metrics({"loss": Meter()}) == {"loss": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -266,4 +266,4 @@ def test_a_number_of_another_library_is_a_metric_whatever_else_it_has() -> None:
 )
 def test_a_metric_that_has_no_value_as_a_float_is_named(value: object) -> None:
     with pytest.raises(ValueError, match=r"not 'loss': .*nothing was saved"):
-        step_records.check_metrics({"loss": value})
+        step_records.checked_metrics({"loss": value})

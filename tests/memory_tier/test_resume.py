@@ -180,7 +180,7 @@ def test_the_next_save_leaves_what_training_went_on_from_until_it_is_complete(
         monkeypatch.setattr(process_state(), "memories", {})
     check_resumed(tmp_path, root, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JobMemory, "fill", fail)
+        patch.setattr(JobMemory, "mark_whole", fail)
         with pytest.raises(bcp.CheckpointError):
             bcp.save(root, state_of(3), step=3, options=options(tmp_path), to="memory")
     ((job, _),) = find_jobs(str(tmp_path / "memory"))
@@ -331,7 +331,7 @@ def test_what_a_killed_process_was_copying_is_removed_when_the_next_copies_are_w
     memory.copies.take(1, [100], max_bytes=None)
     left = Path(memory.job.path, "copies", name)
     left.write_bytes(b"half of it")
-    memory.copies.fill(1, "fedcba9876543210", 3, [100])
+    memory.copies.mark_whole(1, "fedcba9876543210", 3, [100])
     memory.copies.settle("fedcba9876543210")
     assert not left.exists()
 

@@ -31,7 +31,7 @@ def hold(memory: JobMemory, save_id: str, num_bytes: int, *, is_protected: bool)
     step = memory.seen()[1] + 1
     memory.begin_save()
     memory.take([num_bytes], max_bytes=None)[:] = bytes([step]) * num_bytes
-    memory.fill(save_id, step, 0, [(0, 0)])
+    memory.mark_whole(save_id, step, 0, [(0, 0)])
     record = VersionRecord(save_id, 1, step, step, f"step_{step:08d}")
     version_files.add_pending(memory.job, record, encode_manifest(Manifest(save_id=save_id, step=step)))
     memory.settle(save_id)
@@ -115,7 +115,7 @@ def test_a_save_that_failed_gives_way_before_the_newest_complete_one(tmp_path: P
     hold(memory, PROTECTED, MIB, is_protected=True)
     memory.begin_save()
     memory.take([MIB], max_bytes=None)
-    memory.fill(NEWEST, 2, 0, [(0, 0)])
+    memory.mark_whole(NEWEST, 2, 0, [(0, 0)])
     memory.doubt(NEWEST)
     memory.note_failure()
     memory.begin_save()
@@ -135,7 +135,7 @@ def test_a_save_that_is_complete_has_not_failed_though_this_rank_cannot_tidy_up(
     hold(memory, PROTECTED, MIB, is_protected=False)
     memory.begin_save()
     memory.take([MIB], max_bytes=None)[:] = b"\2" * MIB
-    memory.fill(NEWEST, 2, 0, [(0, 0)])
+    memory.mark_whole(NEWEST, 2, 0, [(0, 0)])
     memory.doubt(NEWEST)
     with monkeypatch.context() as patch:
         patch.setattr(version_files, "protected_save", refuse)
@@ -145,7 +145,7 @@ def test_a_save_that_is_complete_has_not_failed_though_this_rank_cannot_tidy_up(
     for save_id in ("c" * 16, "d" * 16):
         memory.begin_save()
         memory.take([MIB], max_bytes=None)
-        memory.fill(save_id, 3, 0, [(0, 0)])
+        memory.mark_whole(save_id, 3, 0, [(0, 0)])
         memory.doubt(save_id)
         memory.note_failure()
     assert held(memory)[NEWEST] == {2}
@@ -163,7 +163,7 @@ def test_without_room_for_a_third_slot_a_save_that_was_cut_short_holds_up_no_lat
     hold(memory, PROTECTED, MIB, is_protected=False)
     memory.begin_save()
     memory.take([MIB], max_bytes=None)[:] = b"\2" * MIB
-    memory.fill(NEWEST, 2, 0, [(0, 0)])
+    memory.mark_whole(NEWEST, 2, 0, [(0, 0)])
     if is_known_here:
         record = VersionRecord(NEWEST, 1, 2, 2, "step_00000002")
         version_files.add_pending(memory.job, record, encode_manifest(Manifest(save_id=NEWEST, step=2)))
@@ -190,7 +190,7 @@ def test_without_room_for_a_third_slot_the_resumed_save_stays_and_not_the_protec
     if resumed == NEWEST:
         memory.begin_save()
         memory.take([MIB], max_bytes=None)
-        memory.fill(NEWEST, 2, 0, [(0, 0)])
+        memory.mark_whole(NEWEST, 2, 0, [(0, 0)])
     memory.close()
     memory = memory_of(tmp_path)
     memory.settle(resumed)
@@ -233,7 +233,7 @@ def test_copies_that_other_hosts_lack_give_way_where_there_is_no_room_for_more(t
     def make(save_id: str, value: int) -> None:
         copies.begin_save()
         copies.take(1, [MIB], max_bytes=5 * MIB // 2)[:] = bytes([value]) * MIB
-        copies.fill(1, save_id, value, [MIB])
+        copies.mark_whole(1, save_id, value, [MIB])
         copies.doubt(save_id)
 
     def held_copies() -> list[str]:
@@ -262,7 +262,7 @@ def test_copies_that_other_hosts_may_lack_give_way_after_a_restart(tmp_path: Pat
     for save_id in (PROTECTED, NEWEST):
         before.copies.begin_save()
         before.copies.take(1, [MIB], max_bytes=None)
-        before.copies.fill(1, save_id, 1, [MIB])
+        before.copies.mark_whole(1, save_id, 1, [MIB])
         before.copies.doubt(save_id)
         if save_id == PROTECTED:
             before.copies.settle(save_id)

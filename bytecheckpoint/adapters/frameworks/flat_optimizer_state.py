@@ -74,22 +74,24 @@ class FlatParamState:
                     what = f"a {type(value).__name__} of tensors in the optimizer state of flat parameters"
                     raise unsupported(fqn, what, _ADVICE)
                 if not isinstance(value, torch.Tensor):
-                    self._check_same(fqn, value)
+                    self._note_value(fqn, value)
                     plain[key] = value
                 elif value.shape == shape:
                     shards.found += part.shards(fqn, value)
                 elif value.numel() == 1:
                     # Once, where several parts of one parameter lie on this rank.
                     shards.add_all([] if fqn in self._scalars else [(fqn, value)])
-                    self._check_same(fqn, value)
+                    self._note_value(fqn, value)
                 else:
                     what = f"optimizer state of shape {list(value.shape)} for flat parameters"
                     raise unsupported(fqn, what, _ADVICE)
             if plain:
                 yield names.name, plain
 
-    def _check_same(self, fqn: str, value: Any) -> None:
-        """Raises CheckpointSaveError (unsupported_value) if another part of the parameter has another value or form."""
+    def _note_value(self, fqn: str, value: Any) -> None:
+        """Notes the value of one part of a parameter. Raises CheckpointSaveError (unsupported_value) if another part
+        has another value or form.
+        """
         other = self._scalars.setdefault(fqn, value)
         if isinstance(other, torch.Tensor) != isinstance(value, torch.Tensor) or not same_value(other, value):
             what = f"{value} for one part of a parameter and {other} for another"
@@ -144,7 +146,10 @@ class FlatParamState:
         return Expectation(shards.found, set(), problems, padding=padding)
 
     def _clashes(self, key: str, are_scalars: Collection[bool], stored: StoredOptimizer) -> Iterator[Problem]:
-        """Yields a problem for each parameter with a scalar in the checkpoint and a tensor in this memory."""
+        """Yields a problem for each parameter that has a scalar under this key of its state in the checkpoint, where
+        another parameter or the live state has a tensor. `are_scalars` has True if a parameter in the checkpoint has a
+        scalar there, and False if one has a tensor.
+        """
         own = self._state.get(key)
         if True in are_scalars and (False in are_scalars or (isinstance(own, torch.Tensor) and own.numel() != 1)):
             for names, _, stored_shape in self._loaded_parts(stored):

@@ -280,7 +280,7 @@ def clashes(
             continue
         if saved.fqn not in values_of:
             values_of[saved.fqn] = {key for key in _ALGORITHM & saved.values.keys() if stored.takes(saved, key)}
-        values, keys = values_of[saved.fqn], stored.state_keys(names) - {"step"}
+        values, keys = values_of[saved.fqn], stored.keys_to_load(names) - {"step"}
         if own and values and not (own & values if has_state else own <= values or own >= values):
             clashing.append(Clash(names.name, values, own))
         elif kind is not None:
@@ -349,7 +349,7 @@ def torn_states(
     """
     kind, own = kind_of(optimizer), set(optimizer.state.get(parameter, ()))
     loaded = [names for names in contents if not stored.is_excluded(names)]
-    taken = set().union(*map(stored.loaded_keys, loaded))
+    taken = set().union(*map(stored.whole_keys, loaded))
     lacking: set[str] = set()
     if taken and (kind is not None or not own):  # one of unknown kind with state has what it needs
         lacking = set().union(*map(stored.stored_keys, loaded)) - taken - own

@@ -281,12 +281,12 @@ class StoredOptimizer:
         values = {key: (join_fqn(prefix, key), value) for key, value in self._tree["state"][name].items()}
         return {key: (fqn, value) for key, (fqn, value) in values.items() if self._takes_all(value, fqn)}
 
-    def state_keys(self, names: ParameterNames) -> set[str]:
-        """Returns the keys of all that is to be loaded of a parameter's state."""
+    def keys_to_load(self, names: ParameterNames) -> set[str]:
+        """Returns the keys of a parameter's state of which all or a part is to be loaded."""
         return {key.partition(".")[0] for key in (*self.tensors(names), *self.plain(names))}
 
-    def loaded_keys(self, names: ParameterNames) -> set[str]:
-        """Returns the keys of the values of a parameter's state that are to be loaded whole."""
+    def whole_keys(self, names: ParameterNames) -> set[str]:
+        """Returns those of `keys_to_load` of whose values include and exclude leave out no part."""
         return {*(key for key in self.tensors(names) if "." not in key), *self.plain(names)}
 
     def stored_keys(self, names: ParameterNames) -> set[str]:

@@ -55,7 +55,9 @@ def digests_of(plain: PlainData) -> dict[str, bytes]:
 
 
 def restored(sent: Sequence[tuple[PlainData, Collection[str]]], known: Mapping[bytes, bytes]) -> Restored:
-    """Restores values. `sent` has data and digested FQNs of each rank, `known` the last save's values by digest."""
+    """Puts values in place of the digests of `digested`. `sent` has data and digested FQNs of each rank, `known` the
+    last save's values by digest. If one is not known, restores nothing, and asks for all such.
+    """
     values = {
         xxhash.xxh3_128_digest(value): value
         for plain, fqns in sent

@@ -135,7 +135,9 @@ def buffers_of(files: Sequence[SavedFile], views: Sequence[Any], what: str) -> t
 
 
 def _read_shared(files: _ZeroFiles, zero: ZeroBuilder) -> None:
-    """Reads ZeRO 1 and 2: the parameters of a group follow one another, and each rank has an equal part of all."""
+    """Adds what ZeRO 1 and 2 saved: the parameters of a group follow one another, and each rank has an equal part of
+    all.
+    """
     first = files.states[0]
     paddings = first.get("param_alignment_paddings")
     for index, shapes in enumerate(files.shapes):
@@ -158,7 +160,9 @@ def _read_shared(files: _ZeroFiles, zero: ZeroBuilder) -> None:
 
 
 def _read_divided(files: _ZeroFiles, zero: ZeroBuilder) -> None:
-    """Reads ZeRO 3: every rank has an equal part of each parameter, one after the other in several buffers."""
+    """Adds what ZeRO 3 saved: every rank has an equal part of each parameter, one after the other in several
+    buffers.
+    """
     weights = [state["fp32_flat_groups"] for state in files.states]
     states = [state["optimizer_state_dict"]["state"] for state in files.states]
     num_buffers = len(weights[0])

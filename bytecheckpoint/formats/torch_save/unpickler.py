@@ -177,7 +177,7 @@ class _Machine:
             raise PickleError(f"it sets items of a {type(target).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
             self._count_key(key, len(target))
-            target[check_key(key)] = value
+            target[checked_key(key)] = value
 
     def _add_to_set(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -185,7 +185,7 @@ class _Machine:
             raise PickleError(f"it adds to a {type(target).__name__} as to a set")
         for item in items:
             self._count_key(item, len(target))
-            target.add(check_key(item))
+            target.add(checked_key(item))
 
     def _make_frozenset(self, _: Any) -> None:
         items = self._pop_to_mark()
@@ -253,7 +253,7 @@ def _checked_text(text: str) -> str:
     return text
 
 
-def check_key(value: Any) -> Any:
+def checked_key(value: Any) -> Any:
     """Returns the value itself. Raises PickleError if hashing it could take long or end the process."""
     stack, num_items = [value], 0
     while stack:

@@ -21,8 +21,8 @@ from bytecheckpoint.formats.torch_save.unpickler import (
     FindGlobal,
     PickleError,
     UnheldValueError,
-    check_key,
     check_keys,
+    checked_key,
     may_collide,
 )
 from bytecheckpoint.manifest.plain_wire import MAX_DIMS, scalar_from_wire
@@ -320,7 +320,7 @@ def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
     if type(pairs) not in {list, tuple} or any(type(pair) not in {list, tuple} or len(pair) != 2 for pair in pairs):
         raise PickleError("it makes a dict of something that is not a list of pairs")
     check_keys([key for key, _ in pairs])
-    return OrderedDict((check_key(key), value) for key, value in pairs)
+    return OrderedDict((checked_key(key), value) for key, value in pairs)
 
 
 def _dict_of(items: Any = ()) -> dict[Any, Any]:

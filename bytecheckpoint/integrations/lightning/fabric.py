@@ -73,7 +73,7 @@ class BcpFabricMixin(Strategy):
                 storage_options=storage_options or self.bcp_storage_options,
                 options=self.bcp_options,
             )
-        self._bcp_saves.begin(handle)
+        self._bcp_saves.note_begun(handle)
 
     def load_checkpoint(
         self,

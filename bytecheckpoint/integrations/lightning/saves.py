@@ -48,7 +48,7 @@ class SaveInFlight:
         self._work: list[Future[None]] = []
         self._copied_to = ""
 
-    def begin(self, handle: SaveHandle) -> None:
+    def note_begun(self, handle: SaveHandle) -> None:
         """Notes a save that has begun. Call `settle` before."""
         self._handle = handle
 
@@ -132,7 +132,9 @@ class SaveInFlight:
             self._worker = None
 
     def _after_commit(self, act: Callable[[], None]) -> None:
-        """Calls `act` at once if no save is in flight and the last one did not fail, else as `_submit` does."""
+        """Calls `act` unless the save in flight has failed: at once if there is none or it has ended, else as
+        `_submit`.
+        """
         handle = self._handle
         if handle is None or (handle.done() and not self._work):
             if handle is None or not has_failed(handle):

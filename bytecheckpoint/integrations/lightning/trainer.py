@@ -161,7 +161,7 @@ class BcpStrategyMixin(Strategy):
                 storage_options=storage_options,
                 options=self.bcp_options,
             )
-        self._bcp_saves.begin(handle)
+        self._bcp_saves.note_begun(handle)
 
     def _bcp_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Returns the state to save: live objects of all ranks, and plain data of rank 0."""

@@ -56,7 +56,7 @@ def save_weights(
         follow_links=False,
     )
     about = Subject(path, None, is_save=True)
-    convert(request, join_ranks(None, options.timeout_s, about=about), progress=lambda _: nullcontext(_count))
+    convert(request, join_ranks(None, options.timeout_s, about=about), progress=lambda _: nullcontext(_ignore_progress))
     if rank_in(None) == 0:
         api.delete(between, storage_options=storage_options)
         if is_plain_path(between):
@@ -85,5 +85,5 @@ def load_weights(path: str, weights: Any, *, options: LoadOptions, storage_optio
         logger.warning("%s: %s are not part of the model", path, and_more(report.unexpected, _MAX_NAMED))
 
 
-def _count(num_bytes: int) -> None:
+def _ignore_progress(num_bytes: int) -> None:
     """Does nothing: the progress is not shown."""

@@ -262,7 +262,9 @@ class NumberedFolders:
         self.retire_after(handle, number, (lambda: self.committed()[:-num_kept]) if num_kept > 0 else None)
 
     def retire(self, choose: Choose) -> None:
-        """Deletes what `choose` returns, in the background."""
+        """Deletes what `choose` returns, in the background, which may call it again and again until a later `choose`
+        takes its place.
+        """
         self._choose = choose
         self._ask()
 

@@ -80,7 +80,9 @@ def _resume(
 
 
 def _refuse_others(folders: NumberedFolders, found: Sequence[NumberedFolder]) -> None:
-    """Raises CheckpointMismatchError if the folder has only checkpoints that a run cannot go on from."""
+    """Raises CheckpointMismatchError (conflict) if checkpoints were `found`, none of which a run can go on from, or
+    if the folder has some of torchtitan's own manager.
+    """
     if found:
         raise CheckpointMismatchError(
             f"{folders.root} has checkpoints with weights alone, the newest {found[-1].path}; nothing was loaded: to "

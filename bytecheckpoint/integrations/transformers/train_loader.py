@@ -94,7 +94,7 @@ class PassOrder(RngState):
     def begin_read(self, number: int) -> None:
         """Notes the random state, before the samples of the batch of this number are read; where rank 0 reads for all,
         before those of the first batch for a step. In a resumed pass, sets it first to that of the save, or, for the
-        batch that was read ahead of the save, to that of the first read.
+        batch that was read ahead of the save, to that of the first read; does nothing for the batches before.
         """
         if number < self._num_taken:
             return

@@ -202,8 +202,8 @@ class RoleSaves:
 
 
 def _beyond(folders: NumberedFolders, num_kept: int) -> list[NumberedFolder]:
-    """Returns the checkpoints of a role that may be deleted: all except the newest `num_kept`, and except the one from
-    which a restart would resume.
+    """Returns the checkpoints of a role that may be deleted: all except the newest `num_kept`, at least 1, and except
+    the one from which a restart would resume.
     """
     tracked = tracked_step(Path(folders.root, TRACKER))
     return [folder for folder in folders.committed()[:-num_kept] if folder.number != tracked]

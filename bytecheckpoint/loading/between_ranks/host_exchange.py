@@ -167,7 +167,9 @@ class HostExchange:
             self._num_left -= 1
 
     def _check_processes(self) -> None:
-        """Raises CheckpointError (rank_missing) for a rank that is gone; tells others that this one is not stuck."""
+        """Raises CheckpointError (rank_missing) for a rank that is gone; sends others a heartbeat if this one has made
+        progress. Does both at most every `_CHECK_S`.
+        """
         with self._lock:
             if time.monotonic() - self._checked_at < _CHECK_S:
                 return

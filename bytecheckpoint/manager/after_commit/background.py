@@ -103,7 +103,7 @@ class Background:
             saves=self.saves,
             replaced=self.replaced,
             overwrites=overwrites,
-            on_copied=self._delete_after_copy,
+            on_fewer_waiting=self._ask_to_delete,
         )
         self._second.work.ask()
 
@@ -116,13 +116,13 @@ class Background:
         if self._second is not None:
             self._second.await_branch(branch)
 
-    def _delete_after_copy(self) -> None:
+    def _ask_to_delete(self) -> None:
         if not self._is_first:  # nothing is deleted before this manager has committed
             self._work.ask()
 
     def add(self, commit: Commit) -> None:
         """Hands over a commit. Never blocks."""
-        self.steps.add(commit.info)
+        self.steps.note_commit(commit.info)
         self._newest = commit.info.step
         self._commits.append(commit)
         self._work.ask()
@@ -134,7 +134,7 @@ class Background:
 
     def note(self, change: StepChange) -> None:
         """Notes a change that was written beside a step: for retention, and if it has metrics, for the second root."""
-        self.steps.change(change)
+        self.steps.note_change(change)
         if change.metrics and self._second is not None:
             self._second.renew(change.step)
 
@@ -210,7 +210,7 @@ class Background:
         self._may_be_half_deleted = True
         self._delete_due()
         self._may_be_half_deleted = False
-        self._pauses.catch_up()
+        self._pauses.note_caught_up()
 
     def _let_saves_go_first(self) -> None:
         self._work.note_progress()
@@ -266,7 +266,7 @@ class Background:
     def _delete(self, info: StepInfo, now: float) -> None:
         stays = delete_steps(self._store, [info], now=now, pace=self._pace, on_damaged=self._warn_of_damaged)
         if not stays:
-            self.steps.remove(info)
+            self.steps.note_deleted(info)
         elif stays[info.step] == REPLACED:
             self.steps.read_again(info.step)
         else:

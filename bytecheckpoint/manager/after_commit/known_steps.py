@@ -66,7 +66,7 @@ class KnownSteps:
                     self._mark(self._abandoned)
                 self._is_read = True
 
-    def add(self, info: StepInfo) -> None:
+    def note_commit(self, info: StepInfo) -> None:
         """Notes that a step was committed, in place of any earlier checkpoint of it: without a lease, not abandoned."""
         with self._lock:
             self._steps[info.step] = StoredStep(info, False, 0.0, False)
@@ -89,7 +89,9 @@ class KnownSteps:
                     self._steps.pop(step, None)
 
     def read_again(self, step: int) -> None:
-        """Reads a step whose checkpoint another program has replaced. Raises the errors of the store."""
+        """Reads a known step again, whose checkpoint another program has replaced; forgets it if that is gone. Raises
+        the errors of the store.
+        """
         found = step_records.read_step(self._store, step, reads_manifest=True)
         with self._lock:
             if step not in self._steps:
@@ -99,14 +101,14 @@ class KnownSteps:
             else:
                 self._steps[step] = found
 
-    def remove(self, info: StepInfo) -> None:
+    def note_deleted(self, info: StepInfo) -> None:
         """Notes that a checkpoint was deleted, unless its step has another checkpoint now."""
         with self._lock:
             known = self._steps.get(info.step)
             if known is not None and known.info.save_id == info.save_id:
                 del self._steps[info.step]
 
-    def change(self, change: StepChange) -> None:
+    def note_change(self, change: StepChange) -> None:
         """Notes a change that was already written to the store."""
         with self._lock:
             self._apply(change)

@@ -71,6 +71,6 @@ class SavePauses:
             self._left_s -= time.monotonic() - began
             self._meanwhile()
 
-    def catch_up(self) -> None:
+    def note_caught_up(self) -> None:
         """Notes that all work is done: later work may again be held up for `_LONGEST_S`."""
         self._left_s = _LONGEST_S

@@ -63,11 +63,12 @@ class SecondRoot:
         saves: OngoingSaves,
         replaced: Collection[str],
         overwrites: bool,
-        on_copied: Callable[[], object],
+        on_fewer_waiting: Callable[[], object],
     ) -> None:
         """`steps` are those of the first root, `saves` those of the manager. `replaced` are the save ids of checkpoints
-        that these saves replace, whose copies are replaced too; with `overwrites` any copy may be. `on_copied` is
-        called after each attempt to copy a step, when fewer steps of the first root may have to wait.
+        that these saves replace, whose copies are replaced too; with `overwrites` any copy may be. `on_fewer_waiting`
+        is called when fewer steps of the first root may have to wait: after each attempt to copy a step, and when the
+        branch changes.
         """
         self._source, self._target = generation.store, target
         self._generation = generation
@@ -80,7 +81,7 @@ class SecondRoot:
         self._pace = DeletionPace(self._let_saves_go_first)
         self._replaced = replaced
         self._overwrites = overwrites
-        self._on_copied = on_copied
+        self._on_fewer_waiting = on_fewer_waiting
         self._lock = threading.Lock()
         self._copies: dict[int, StoredStep] | None = None
         """Steps of the second root; None until they are known."""
@@ -149,12 +150,12 @@ class SecondRoot:
                 self._copy(infos[0], copies)
             except CheckpointError as error:  # of one step; the others are copied all the same
                 failure = failure or error
-            self._on_copied()
+            self._on_fewer_waiting()
         if self.may_delete:
             self._unless_refused(partial(self._delete_copies, copies))
         if failure is not None:
             raise failure
-        self._pauses.catch_up()
+        self._pauses.note_caught_up()
 
     def _unless_refused(self, change: Callable[[], object]) -> None:
         """Calls `change`, which deletes or replaces. Logs once, and ignores, that the second root does not permit it,
@@ -226,7 +227,7 @@ class SecondRoot:
             for step, copy in copies.items():
                 copies[step] = copy._replace(is_abandoned=branch.abandoned.get(step) == copy.info.save_id)
         if is_new:
-            self._on_copied()
+            self._on_fewer_waiting()
         return source_steps
 
     def _copy(self, info: StepInfo, copies: dict[int, StoredStep]) -> None:
@@ -250,7 +251,7 @@ class SecondRoot:
         except CheckpointNotFoundError:
             if layout.committed_save_id(self._source, folder) == info.save_id:
                 raise
-            self._steps.remove(info)  # another program deleted it
+            self._steps.note_deleted(info)  # another program deleted it
             return
         finally:
             with self._lock:

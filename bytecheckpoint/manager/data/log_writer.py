@@ -77,7 +77,7 @@ class LogWriter:
         with self._lock:
             self._committed = step
             self._waiting = deque(item for item in self._waiting if item[1].step > step)
-            self._drop([name for name, logged in self._written.items() if logged <= step])
+            self._mark_unneeded([name for name, logged in self._written.items() if logged <= step])
         self._ask_to_delete()
 
     def begin_branch(self) -> None:
@@ -85,11 +85,11 @@ class LogWriter:
         with self._lock:
             self._branch, self._committed = self._branch + 1, -1
             self._waiting.clear()
-            self._drop(list(self._written))
+            self._mark_unneeded(list(self._written))
         self._ask_to_delete()
 
-    def _drop(self, names: list[str]) -> None:
-        """Notes written objects as needless. The caller holds the lock."""
+    def _mark_unneeded(self, names: list[str]) -> None:
+        """Marks written objects for deletion. The caller holds the lock."""
         self._unneeded += names
         for name in names:
             del self._written[name]
@@ -163,7 +163,7 @@ class LogWriter:
                 return
             self._written.pop(name, None)
             self._written[name] = step
-            self._drop(list(self._written)[:-MAX_LOGGED_STEPS])
+            self._mark_unneeded(list(self._written)[:-MAX_LOGGED_STEPS])
 
     def _is_needless(self, name: str, step: int) -> bool:
         """Returns True if a commit or a new branch makes this object needless. The caller holds the lock."""

@@ -101,7 +101,7 @@ class ServiceBackoff:
                 self._go_on_s = now + self._pause_s
 
     def hold(self, stop: threading.Event, *, at_most_s: float) -> None:
-        """Waits for the end of the pause and a random time longer, or until `stop` is set."""
+        """Waits for the end of the pause and a random time longer, but `at_most_s`, or until `stop` is set."""
         left_s = self._go_on_s - time.monotonic()
         if left_s > 0:
             late_s = random.uniform(0, self._pause_s / 2)  # noqa: S311 - spreads requests, keeps no secret

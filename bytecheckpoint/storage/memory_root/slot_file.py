@@ -140,7 +140,7 @@ class Slot:
         self._write_header(SlotHeader("", 0, 0, False, header_bytes(len(lengths)), []))
         return self.image(lengths)
 
-    def fill(
+    def mark_whole(
         self, save_id: str, step: int, rank: int, lengths: Sequence[int], *, files: Sequence[tuple[int, int]] = ()
     ) -> None:
         """Marks the image as whole, with these files of a save; `files` is as in SlotHeader."""
