@@ -18,7 +18,7 @@ _OF_TRAINER = re.compile(r"\A(?:trainer_state\.json|random_states_\d+\.pkl)\Z")
 _STEP_FOLDER = re.compile(r"\A(?:global_step_?|iter_|checkpoint-|step-)(\d{1,18})\Z")
 
 
-def part_of_save(store: Store, folder: str, named_by: str = "") -> CheckpointNotFoundError | None:
+def unfinished_error(store: Store, folder: str, named_by: str = "") -> CheckpointNotFoundError | None:
     """Returns the error (not_committed) for a folder in which a part of a foreign checkpoint is missing; None for any
     other folder. `named_by` is the file that names it as the latest step.
     """
@@ -39,7 +39,7 @@ def part_of_save(store: Store, folder: str, named_by: str = "") -> CheckpointNot
     )
 
 
-def without_latest(path: str, trackers: Mapping[str, str]) -> CheckpointNotFoundError:
+def without_latest_error(path: str, trackers: Mapping[str, str]) -> CheckpointNotFoundError:
     """Returns the error (not_found) for a root whose tracker files, by the names in them, name no folder of it."""
     names, files = (
         " or ".join(f"{each!r:.100}" for each in dict.fromkeys(part)) for part in (trackers, trackers.values())
@@ -52,7 +52,7 @@ def without_latest(path: str, trackers: Mapping[str, str]) -> CheckpointNotFound
     )
 
 
-def only_steps(path: str, listing: Mapping[str, int | None]) -> CheckpointNotFoundError | None:
+def only_steps_error(path: str, listing: Mapping[str, int | None]) -> CheckpointNotFoundError | None:
     """Returns the error (not_found) for a root with folders of steps as trainers name them, and no file that names the
     latest; None for any other folder.
     """
@@ -107,6 +107,6 @@ def _index_alone(source: SourceFolder) -> str | None:
 
 
 def _without_model(source: SourceFolder) -> str | None:
-    if not any(map(_OF_TRAINER.match, source.files)) or only_steps("", source.listing):
+    if not any(map(_OF_TRAINER.match, source.files)) or only_steps_error("", source.listing):
         return None  # a Trainer also keeps such a file beside the folders of its steps
     return "has what the Trainer of transformers, or Accelerate, writes beside a model, and no model"

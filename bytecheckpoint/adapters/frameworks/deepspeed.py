@@ -31,7 +31,7 @@ from bytecheckpoint.adapters.frameworks.flat_parameters import (
     merged,
     part_of_whole,
 )
-from bytecheckpoint.adapters.frameworks.zero_partitions import MasterPart, is_wrapper, masters_of, part_of_partitioned
+from bytecheckpoint.adapters.frameworks.zero_partitions import MasterPart, is_wrapper, masters_of, zero3_part
 from bytecheckpoint.adapters.native.module_walk import ModuleTree
 from bytecheckpoint.manifest.plain_wire import unsupported
 
@@ -151,7 +151,7 @@ def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatMo
     for parameter in partitioned:
         name = names[id(parameter)][0]
         _refuse_swapped(fqn, parameter)
-        held.append(FlatParamMemory(name, part_of_partitioned(fqn, parameter, 0), _flat(parameter.ds_tensor)))
+        held.append(FlatParamMemory(name, zero3_part(fqn, parameter, 0), _flat(parameter.ds_tensor)))
         copies += _gathered(fqn, name, parameter)
     flat_ids = {id(parameter) for parameter in (*(each.parameter for each in of_module), *partitioned)}
     aliases = {alias: first for flat_id in flat_ids for first, *others in [names[flat_id]] for alias in others}
