@@ -256,8 +256,8 @@ class StoredOptimizer:
             )
         else:
             text = (
-                f"it has {len(self._group_by_name)} parameters without names in the checkpoint and {sum(self._lengths)} in "
-                "the state, so that they cannot be told apart"
+                f"it has {len(self._group_by_name)} parameters without names in the checkpoint and "
+                f"{sum(self._lengths)} in the state, so that they cannot be told apart"
             )
         return [Problem("conflict", self._fqn, f"{self._fqn}: {text}")]
 
