@@ -223,7 +223,7 @@ class ResumeCall:
         try:
             max_steps = _MANY_STEPS if self._failed else _FEW_STEPS
             found = look_at_path(store, folders, max_steps=max_steps, abandoned=self._abandoned)
-            if not any(map(_is_held, plan_resume(seen, [each.version for each in found], damaged).versions[:1])):
+            if not any(map(_has_copies, plan_resume(seen, [each.version for each in found], damaged).versions[:1])):
                 found += look_for_branches(store, found, self._abandoned)
         except StorageError as error:
             found = []
@@ -242,7 +242,7 @@ class ResumeCall:
             stored_step = newest_not_left(store, self._abandoned) if self._is_managed else None
             return [msgspec.msgpack.encode(_Choice(None, stored_step=stored_step))] * ranks.num_ranks
         version = versions[0]
-        is_stored_only = not _is_held(version)
+        is_stored_only = not _has_copies(version)
         choice = _Choice(
             version,
             folders.get(version.save_id, step_folder(version.step)),
@@ -390,8 +390,8 @@ def _mapped(manifest: Manifest, held: HeldStore, options: LoadOptions) -> Manife
     return mapped_manifest(manifest, CheckpointFolder(held, ""), options.name_map)
 
 
-def _is_held(version: VersionPlan) -> bool:
-    """Returns True if another holder than storage has files of the version."""
+def _has_copies(version: VersionPlan) -> bool:
+    """Returns True if anything but storage has files of the version."""
     return any(holders[0].kind != "storage" for holders in version.files.values())
 
 

@@ -145,18 +145,17 @@ def has_failed(handle: SaveHandle) -> bool:
 class SaveProgress:
     """Progress and outcome of one save, for its handle and for the threads that work on it."""
 
-    def __init__(self, path: str, meter: ProgressMeter, *, is_staged: bool, is_held: bool = False) -> None:
-        """`is_staged` is True for a save through a local stage, `is_held` for one with a memory tier."""
+    def __init__(self, path: str, meter: ProgressMeter, *, has_local_stage: bool, has_memory: bool = False) -> None:
         self.path = path
         self.meter = meter
         self.is_numbered = threading.Event()
         """Set when all ranks know which call this is, so that other calls may begin."""
-        self.local: Future[LocalInfo] | None = Future() if is_staged else None
-        self.held: dict[str, Future[CheckpointInfo]] = {"process": Future(), "host": Future()} if is_held else {}
+        self.local: Future[LocalInfo] | None = Future() if has_local_stage else None
+        self.held: dict[str, Future[CheckpointInfo]] = {"process": Future(), "host": Future()} if has_memory else {}
         """Outcomes of the levels that memory has."""
         self.never_held: dict[str, str] = {}
         """Levels that the save never reaches, each with the reason."""
-        if not is_held:
+        if not has_memory:
             why = f"the save to {path} has no memory tier: give it SaveOptions.memory, or wait for result()"
             self.never_held = {"process": why, "host": why}
         self.outcome: Future[CheckpointInfo] = Future()

@@ -144,7 +144,7 @@ class PreparedSave:
             logger.info("saving %s from %d ranks", target.path, ranks.num_ranks)
         self.meter = ProgressMeter(target.path, ranks.global_ranks[ranks.rank], "save", options.on_progress)
         self.progress = SaveProgress(
-            target.path, self.meter, is_staged=target.stage is not None, is_held=memory is not None
+            target.path, self.meter, has_local_stage=target.stage is not None, has_memory=memory is not None
         )
         self.memory = memory
         self.generation: int | None = None
