@@ -131,7 +131,9 @@ class CheckpointView:
         return saved | {leaf: records[fqn] for leaf, fqn in refs.items() if fqn in moved}
 
     def _renamed(self, values: Mapping[str, T]) -> dict[str, T]:
-        """Returns the values by checkpoint FQN that are not left out, by state FQN."""
+        """Returns the values by checkpoint FQN that are not left out, by state FQN. Raises CheckpointMismatchError
+        (conflict) if two of them get one name.
+        """
         sources: dict[str, str] = {}
         for fqn in filter(self.takes, values):
             name = self.rename(fqn)

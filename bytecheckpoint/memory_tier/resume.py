@@ -211,7 +211,7 @@ class ResumeCall:
         return self._store, self._memory
 
     def _plan(self, ranks: Ranks, store: Store, payloads: Sequence[bytes]) -> Sequence[bytes]:
-        """Decides, on the coordinator, which version is loaded next."""
+        """Decides, on the coordinator, which version is loaded next. Raises `_nothing_left` if all have failed."""
         messages = [msgspec.msgpack.decode(payload, type=_Seen) for payload in payloads]
         check_same("resume from", [message.location for message in messages], ranks.global_ranks)
         damaged = {holding for message in messages for holding in message.damaged}
