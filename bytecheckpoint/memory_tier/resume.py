@@ -31,7 +31,7 @@ from bytecheckpoint.memory_tier.part_of_save import memory_of
 from bytecheckpoint.memory_tier.rebuild import RebuildInput, needs_rebuild, rebuild
 from bytecheckpoint.memory_tier.seen import (
     HostView,
-    StoredManifest,
+    VersionAtPath,
     look_at_host,
     look_at_path,
     look_for_branches,
@@ -133,7 +133,7 @@ class ResumeCall:
         self._failed = self._failure = ""
         self._was_rebuilt = False
         """True if a rebuild was tried after the last load that failed."""
-        self._stored: dict[str, StoredManifest] = {}
+        self._stored: dict[str, VersionAtPath] = {}
         self._held: HeldStore | None = None
         self._rebuilt: dict[str, set[str]] = {}
         """Data files of each save that were rebuilt, or were to be."""
