@@ -34,7 +34,7 @@ class BranchStart(msgspec.Struct, frozen=True):
     step: int
     save_id: str
 
-    def leaves(self, step: int, save_id: str) -> bool:
+    def abandons(self, step: int, save_id: str) -> bool:
         """Returns True if training leaves a checkpoint that was made before when it goes on from here."""
         return step > self.step or (step == self.step and save_id != self.save_id)
 
@@ -133,7 +133,7 @@ def branch_of_copies(source: Branch, known: Branch, copies: Mapping[int, str], *
     new = [start for name, start in source.starts.items() if name not in known.starts]
 
     def is_left(step: int, save_id: str) -> bool:
-        is_newly_left = save_id[:_PREFIX_CHARACTERS] in prefixes and any(start.leaves(step, save_id) for start in new)
+        is_newly_left = save_id[:_PREFIX_CHARACTERS] in prefixes and any(start.abandons(step, save_id) for start in new)
         return kept.get(step) != save_id and (is_newly_left or known.abandoned.get(step) == save_id)
 
     left = {step: save_id for step, save_id in copies.items() if is_left(step, save_id)}
