@@ -277,7 +277,7 @@ class BcpTrainerMixin(Trainer):
             return
         path = str(Path(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}"))
         is_new = path != self.state.best_model_checkpoint
-        if step == self.state.global_step or (is_new and saves.is_committed(path)):
+        if step == self.state.global_step or (is_new and saves.has_saved(path)):
             self.state.best_model_checkpoint = path
 
     # ---- Loading
