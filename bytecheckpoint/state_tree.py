@@ -12,7 +12,7 @@ from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.key_map import listed_globs
 from bytecheckpoint.checkpoint import read_whole
 from bytecheckpoint.distributed.ranks import SoleRank
-from bytecheckpoint.loading.mismatches import refuse_unused
+from bytecheckpoint.loading.mismatches import refuse_unused_globs
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, retry_replaced, wanted_step
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
 from bytecheckpoint.loading.select import SelectionRequest, select
@@ -61,7 +61,7 @@ def load_tree(
     source = open_alone(target, given_or_default(options, LoadOptions))
     manifest = source.manifest
     view = CheckpointView(manifest, rank=0, num_ranks=1, key_map=None, include=included, exclude=excluded)
-    refuse_unused(view, source.path)
+    refuse_unused_globs(view, source.path)
     if included == []:  # which takes nothing; a SelectionRequest without globs takes all
         excluded = ["*"]
     request = SelectionRequest(to="torch", include=included or (), exclude=excluded or (), is_in_memory=True)

@@ -199,8 +199,8 @@ def _decide(
 
 
 def _linked_if_complete(store: Store, step: int) -> str | None:
-    """Returns the folder inside the root in which the files of a link lie, "" for any other step; None if a data file
-    is missing, or of another length. The files of a link out of the root are not looked at.
+    """Returns the folder inside the root in which the files of a link lie, "" for any other step; None if the
+    manifest or a data file is missing or damaged. The files of a link out of the root are not looked at.
     """
     folder = layout.step_folder(step)
     try:
@@ -220,7 +220,7 @@ def _inside(store: Store, location: str) -> str:
 
 
 def _own_bytes(store: Store, step: int) -> int:
-    """Returns the bytes of the data files that the save of a step wrote, which go with it; 0 if it is gone."""
+    """Returns the bytes of data files that the save of a step wrote, which go with it; 0 if it is gone or damaged."""
     folder = layout.step_folder(step)
     try:
         manifest = layout.read_manifest(store, folder)

@@ -202,8 +202,8 @@ def _is_newest(store: Store, step: int) -> bool:
     """
     committed = layout.committed_steps(store)
     abandoned = abandoned_steps.present_abandoned(store)
-    newest = [other for other in committed if other not in abandoned] or committed
-    return newest[-1:] == [step]
+    candidates = [other for other in committed if other not in abandoned] or committed
+    return candidates[-1:] == [step]
 
 
 def _now(place: CheckpointPlace) -> float:

@@ -131,7 +131,9 @@ class CheckpointView:
         return saved | {leaf: records[fqn] for leaf, fqn in refs.items() if fqn in moved}
 
     def _renamed(self, values: Mapping[str, T]) -> dict[str, T]:
-        """Returns the values by checkpoint FQN that are not left out, by state FQN."""
+        """Returns the values by checkpoint FQN that are not left out, by state FQN. Raises CheckpointMismatchError
+        (conflict) if two of them get one name.
+        """
         sources: dict[str, str] = {}
         for fqn in filter(self.takes, values):
             name = self.rename(fqn)
@@ -325,7 +327,7 @@ class CheckpointView:
 
     def skips(self, fqn: str) -> bool:
         """Returns True if include or exclude keep this state FQN from being loaded."""
-        if self.takes_all or fqn in self.skipped or fqn in self._known:
+        if self.takes_all or fqn in self.skipped or fqn in self._taken:
             return not self.takes_all and fqn in self.skipped
         # First, as no glob is of use that names only what contains names that are taken.
         return fqn not in self.containers and not self.takes(self.globbed_name(fqn))
@@ -336,10 +338,10 @@ class CheckpointView:
         if self.takes_all:
             return set()
         left_out = {self.rename(fqn) for fqn in [*self.saved, *self._saved_leaves] if not self.takes(fqn)}
-        return left_out.difference(self._known)
+        return left_out.difference(self._taken)
 
     @cached_property
-    def _known(self) -> dict[str, None]:
+    def _taken(self) -> dict[str, None]:
         """Keys: state FQNs of all tensors and plain data that include and exclude let through."""
         if self.tensor_dicts.keys() < {*self._manifest.objects, *self._manifest.rank_objects}:
             return dict.fromkeys(chain(self.tensors, self.tree_leaves))
@@ -348,8 +350,8 @@ class CheckpointView:
 
     @cached_property
     def containers(self) -> set[str]:
-        """State FQNs of all containers in which the known FQNs lie."""
-        split_fqns = (fqn.split(".") for fqn in self._known)
+        """State FQNs of all containers of tensors and plain data that include and exclude let through."""
+        split_fqns = (fqn.split(".") for fqn in self._taken)
         return {".".join(parts[:count]) for parts in split_fqns for count in range(1, len(parts))}
 
     @cached_property
@@ -368,7 +370,7 @@ class CheckpointView:
     def common_names(self) -> list[str]:
         """State FQNs of the tensors and leaves that are the same for every rank, in the order of the checkpoint."""
         own = set(self.own_names)
-        return [fqn for fqn in self._known if fqn not in own] if own else list(self._known)
+        return [fqn for fqn in self._taken if fqn not in own] if own else list(self._taken)
 
     @property
     def unmatched_rules(self) -> list[UnusedRule]:

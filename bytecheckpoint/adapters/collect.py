@@ -277,8 +277,10 @@ def check_can_be_lazy(entries: Sequence[Entry]) -> None:
             entry.check_can_be_lazy()
 
 
-def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
-    """Returns this rank's memory of modules' buffers and data loaders' tensors, but for what a save would refuse."""
+def changing_tensors(entries: Sequence[Entry]) -> list[torch.Tensor]:
+    """Returns this rank's memory of modules' buffers and data loaders' tensors, which training changes without waiting
+    for a lazy snapshot, but for what a save would refuse.
+    """
     shards = LocalShards()
     for buffer in (buffer for entry in entries if isinstance(entry, _CHANGING) for buffer in entry.buffers()):
         parts: Mapping[str, Any] = {}

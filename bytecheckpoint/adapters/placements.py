@@ -135,7 +135,9 @@ def _parts_by_regions(
     by_regions: Sequence[MeshAxis],
     others: Sequence[MeshAxis],
 ) -> Sequence[LocalPart]:
-    """Returns the parts of the one placement that gives regions. It cuts what the other placements leave."""
+    """Returns the parts of the one placement that gives regions. It cuts what the other placements leave. Raises
+    CheckpointMismatchError (conflict) if the local tensor does not fit, or there is more than one such placement.
+    """
     axis = by_regions[0]
     intervals = [left_to_right(dim, length, others) or [(0, 0)] for dim, length in enumerate(shape)]
     if len(by_regions) > 1 or any(len(of_dim) > 1 for of_dim in intervals):

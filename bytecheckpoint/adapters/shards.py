@@ -322,7 +322,7 @@ def dense_dtype(fqn: str, tensor: torch.Tensor) -> str:
     """
     name = _DTYPE_NAMES.get(tensor.dtype)
     if name is None or tensor.layout is not _STRIDED or tensor.is_nested or type(tensor) not in PLAIN_TENSORS:
-        _refuse_if_not_dense(fqn, tensor)
+        _refuse_unsupported(fqn, tensor)
     return name or dtype_name(tensor.dtype)
 
 
@@ -333,7 +333,7 @@ def refuse_lazy(fqn: str, tensor: torch.Tensor) -> None:
         raise unsupported(fqn, what, "call forward once, so that its shape is known")
 
 
-def _refuse_if_not_dense(fqn: str, tensor: torch.Tensor) -> None:
+def _refuse_unsupported(fqn: str, tensor: torch.Tensor) -> None:
     refuse_lazy(fqn, tensor)
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")

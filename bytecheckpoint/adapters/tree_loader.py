@@ -98,7 +98,9 @@ class TreeTarget:
         """Subclasses of an object that gets new ones, by state FQN; each stays unless the new one is wholly loaded."""
 
     def expect(self, saved: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Expectation:
-        """Returns the targets of all that the tree has, and a problem for each subclass in it that cannot be built."""
+        """Returns the targets of the tensors that the load takes of the tree, with claims on all of its values, and a
+        problem for each subclass that cannot be built.
+        """
         values = leaves(saved.tree, saved.fqn)
         problems = list(self._unbuildable(values, checkpoint).values())
         unbuilt = self.left_out(saved, checkpoint)

@@ -45,7 +45,7 @@ class TargetPlace(NamedTuple):
 
 
 class ExistingTarget(NamedTuple):
-    """Files that exist at a target."""
+    """The files at a target, as far as a conversion minds them."""
 
     is_there: bool
     """True if there is a checkpoint of the target's format, or parts that may be one."""

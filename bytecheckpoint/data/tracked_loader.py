@@ -192,8 +192,8 @@ class _CountedPass:
         streams = self._tracked._streams
         self._number = self._tracked._num_passes
         self._epoch = pass_epoch(streams._taken.values())
-        self._is_empty_rest = streams._is_mid_pass()
-        """True until the first batch of a pass that goes on in the middle of an epoch."""
+        self._may_be_empty_rest = streams._is_mid_pass()
+        """True until the first batch of a pass that goes on in the middle of an epoch, which may have none left."""
         self._is_over = False
 
     def next(self, iterator: Any) -> Any:
@@ -202,14 +202,14 @@ class _CountedPass:
             iterator, counting = self._continued, self._continued._counted_by
         while (counted := counting._read(iterator)) is None:
             counting._is_over = True
-            if not counting._is_empty_rest:
+            if not counting._may_be_empty_rest:
                 tracked._arrived(counting._epoch)
                 raise StopIteration
             # The save did not know yet that the epoch was at its end. A pass without batches does not count.
             tracked._streams._finish_pass(counting._epoch)
             self._continued = iterator = counting._replace(iterator)
             counting = iterator._counted_by
-        counting._is_empty_rest = False
+        counting._may_be_empty_rest = False
         tracked._arrived(received(counted.changes))
         return counted.batch
 

@@ -73,23 +73,23 @@ def find_step(store: Store, step: int | None, listing: Mapping[str, int | None])
     return None
 
 
-def find_unfinished(
+def find_unfinished_error(
     store: Store, step: int | Literal["latest"] | None, listing: Mapping[str, int | None]
 ) -> CheckpointNotFoundError | None:
     """Returns the error for a path at which `find_folder` and `find_step` find nothing: what another program has begun
     to write there, or a root without a latest step. Returns None for anything else.
     """
     if isinstance(step, int):
-        found = (unfinished.partial_error(store, name) for name in _folders_among(_names_of(step), listing))
+        found = (unfinished.unfinished_error(store, name) for name in _folders_among(_names_of(step), listing))
         return next(filter(None, found), None)
-    error = unfinished.partial_error(store, "")
+    error = unfinished.unfinished_error(store, "")
     if error is not None or step is None:
         return error
     trackers = _latest(store, listing)
     for name in _folders_among(trackers, listing):
-        return unfinished.partial_error(store, name, named_by=trackers[name])
+        return unfinished.unfinished_error(store, name, named_by=trackers[name])
     if trackers:
-        return unfinished.no_latest_error(str(store), trackers)
+        return unfinished.without_latest_error(str(store), trackers)
     return unfinished.only_steps_error(str(store), listing)
 
 

@@ -98,7 +98,7 @@ def _find_foreign(
     `is_own`: a save of this library that did not finish.
     """
     # A checkpoint of this library does not wait for the readers of all other formats.
-    from bytecheckpoint.formats.detect import find_file, find_folder, find_step, find_unfinished  # noqa: PLC0415
+    from bytecheckpoint.formats.detect import find_file, find_folder, find_step, find_unfinished_error  # noqa: PLC0415
 
     try:
         listing = store.list("")
@@ -110,7 +110,7 @@ def _find_foreign(
             place = find_step(store, None if step == "latest" else step, listing)
         if place is not None:
             return _in_hub(FoundCheckpoint(store, place.folder, place), path, opening)
-        error = None if is_own else find_unfinished(store, step, listing)
+        error = None if is_own else find_unfinished_error(store, step, listing)
         if error is not None:
             raise error
         return None

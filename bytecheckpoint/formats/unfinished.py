@@ -18,7 +18,7 @@ _OF_TRAINER = re.compile(r"\A(?:trainer_state\.json|random_states_\d+\.pkl)\Z")
 _STEP_FOLDER = re.compile(r"\A(?:global_step_?|iter_|checkpoint-|step-)(\d{1,18})\Z")
 
 
-def partial_error(store: Store, folder: str, named_by: str = "") -> CheckpointNotFoundError | None:
+def unfinished_error(store: Store, folder: str, named_by: str = "") -> CheckpointNotFoundError | None:
     """Returns the error (not_committed) for a folder in which a part of a foreign checkpoint is missing; None for any
     other folder. `named_by` is the file that names it as the latest step.
     """
@@ -39,7 +39,7 @@ def partial_error(store: Store, folder: str, named_by: str = "") -> CheckpointNo
     )
 
 
-def no_latest_error(path: str, trackers: Mapping[str, str]) -> CheckpointNotFoundError:
+def without_latest_error(path: str, trackers: Mapping[str, str]) -> CheckpointNotFoundError:
     """Returns the error (not_found) for a root whose tracker files, by the names in them, name no folder of it."""
     names, files = (
         " or ".join(f"{each!r:.100}" for each in dict.fromkeys(part)) for part in (trackers, trackers.values())

@@ -38,7 +38,7 @@ try:
     from megatron.bridge.training.checkpointing import DefaultCheckpointManager
     from megatron.core.num_microbatches_calculator import update_num_microbatches
 
-    from bytecheckpoint.integrations.megatron.training import is_real_optimizer, optimizer_state, random_numbers
+    from bytecheckpoint.integrations.megatron.training import has_parameters, optimizer_state, random_numbers
 except ImportError as error:
     raise missing_framework("megatron_bridge", "megatron-bridge") from error
 
@@ -132,7 +132,7 @@ class BcpBridgeManager:
             storage_options=self.bcp_storage_options,
             options=LoadOptions(timeout_s=self.bcp_options.timeout_s),
         )
-        if not with_optimizer and is_real_optimizer(ctx.optimizer):
+        if not with_optimizer and has_parameters(ctx.optimizer):
             ctx.optimizer.reload_model_params()
         train_state.load_state_dict(reached)
         if is_resumed:

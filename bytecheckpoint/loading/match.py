@@ -20,7 +20,7 @@ from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.dtypes import MXFP4
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.manifest.plain_wire import is_at_or_below
-from bytecheckpoint.memory.overlap import find_shared
+from bytecheckpoint.memory.overlap import find_overlaps
 from bytecheckpoint.memory.proc_maps import are_read_only
 
 _NUM_SHOWN = 10
@@ -187,7 +187,7 @@ def _shared(match: Match) -> list[int]:
     take the value of the tensor that contains them. Adds a tensor that overlaps with another in part to the problems:
     it would hold a mixture of both, which could not be verified.
     """
-    shared = find_shared(match.shards)
+    shared = find_overlaps(match.shards)
     for first, second in shared.clashing:
         fqn = match.shards[second].fqn
         text = (

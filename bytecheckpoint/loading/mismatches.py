@@ -248,7 +248,7 @@ def _mismatch(
     )
 
 
-def refuse_unused(stored: CheckpointView, path: str) -> None:
+def refuse_unused_globs(stored: CheckpointView, path: str) -> None:
     """Raises CheckpointMismatchError (conflict) for globs that match no tensor and no leaf of plain data in the
     checkpoint: an entry's own name, as `optimizer`, takes nothing of what is below it.
     """

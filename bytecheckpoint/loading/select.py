@@ -35,7 +35,9 @@ _MODELS = ("model", "module")
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionRequest:
-    """The options of a conversion that select tensors."""
+    """The tensors that are taken of a checkpoint, and the names, dtypes and nesting that they get: the options of a
+    conversion, or with `is_in_memory` of a read by name.
+    """
 
     to: TargetFormat
     include: Sequence[str] = ()

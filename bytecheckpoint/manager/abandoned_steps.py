@@ -34,7 +34,7 @@ class BranchStart(msgspec.Struct, frozen=True):
     step: int
     save_id: str
 
-    def leaves(self, step: int, save_id: str) -> bool:
+    def abandons(self, step: int, save_id: str) -> bool:
         """Returns True if training leaves a checkpoint that was made before when it goes on from here."""
         return step > self.step or (step == self.step and save_id != self.save_id)
 
@@ -79,16 +79,16 @@ def present_abandoned(store: Store, branch: Branch | None = None) -> dict[int, s
     return {step: save_id for step, save_id in abandoned_ids.items() if found.get(step) == save_id}
 
 
-def begin_branch(store: Store, start: BranchStart, *, prefix: str, is_held: bool) -> Branch:
+def begin_branch(store: Store, start: BranchStart, *, prefix: str, has_memory: bool) -> Branch:
     """Returns the branch on which training is if it goes on from `start`; `prefix` begins the ids of its saves.
 
     Abandoned are the later steps, and those that were abandoned before and still exist. The step of `start` itself is
-    among them only if memory may hold it alone (`is_held`), and storage has another checkpoint of that step.
+    among them only if memory may hold it alone (`has_memory`), and storage has another checkpoint of that step.
     """
     step, known = start.step, read_branch(store)
     later = list(itertools.takewhile(lambda newer: newer > step, layout.newest_steps(store)))
-    abandoned = present_abandoned(store, known) | save_ids_of(store, [*later, step] if is_held else later)
-    own_id = start.save_id if is_held else abandoned.get(step)
+    abandoned = present_abandoned(store, known) | save_ids_of(store, [*later, step] if has_memory else later)
+    own_id = start.save_id if has_memory else abandoned.get(step)
     left = {number: save_id for number, save_id in abandoned.items() if (number, save_id) != (step, own_id)}
     earlier = list(known.starts.items())[1 - _MAX_STARTS :]
     return Branch(left, dict([*earlier, (f"{prefix}-{secrets.token_hex(4)}", start)]))
@@ -133,7 +133,7 @@ def branch_of_copies(source: Branch, known: Branch, copies: Mapping[int, str], *
     new = [start for name, start in source.starts.items() if name not in known.starts]
 
     def is_left(step: int, save_id: str) -> bool:
-        is_newly_left = save_id[:_PREFIX_CHARACTERS] in prefixes and any(start.leaves(step, save_id) for start in new)
+        is_newly_left = save_id[:_PREFIX_CHARACTERS] in prefixes and any(start.abandons(step, save_id) for start in new)
         return kept.get(step) != save_id and (is_newly_left or known.abandoned.get(step) == save_id)
 
     left = {step: save_id for step, save_id in copies.items() if is_left(step, save_id)}

@@ -222,7 +222,7 @@ class CheckpointManager:
         warn_of_ignored(report, rank=self._rank)
         prefix = "" if self._owned is None else self._owned.generation.save_id_prefix
         start = abandoned_steps.BranchStart(step, report.save_id)
-        begin = partial(abandoned_steps.begin_branch, self._store, start, prefix=prefix, is_held=self._memory.is_on)
+        begin = partial(abandoned_steps.begin_branch, self._store, start, prefix=prefix, has_memory=self._memory.is_on)
         branch = self._decisions.decide_together("leaving later steps", begin, abandoned_steps.Branch)
         self._saves.go_on_from(step, branch, was_resumed=was_resumed)
         self.next_step = step + 1

@@ -25,7 +25,7 @@ comparing them would take too much memory.
 """
 
 
-class SharedMemory(NamedTuple):
+class Overlaps(NamedTuple):
     """Pairs of shards, by their numbers; the first of a pair can be filled, and is the second of no pair."""
 
     within: list[tuple[int, int]]
@@ -34,25 +34,25 @@ class SharedMemory(NamedTuple):
     """The two have some bytes in common, and the second also has other bytes, or they have different dtypes."""
 
 
-def find_shared(shards: Sequence[LocalShard]) -> SharedMemory:
+def find_overlaps(shards: Sequence[LocalShard]) -> Overlaps:
     """Returns a pair for each shard that shares memory with one that can be filled. Where tensors that may overlap have
     more than _MAX_RUNS runs, finds only equal ones. Costs little if no memory is shared.
     """
-    shared = SharedMemory([], [])
+    overlaps = Overlaps([], [])
     targets = TargetShards.of(shards)
     if all(tensor.is_cpu for tensor in targets.tensors_without_address):
-        _compare_on_device(range(len(shards)), targets, shared)
-        return shared
+        _compare_on_device(range(len(shards)), targets, overlaps)
+        return overlaps
     by_device: dict[torch.device, list[int]] = {}  # an address says nothing about another device's
     for number, shard in enumerate(shards):
         by_device.setdefault(shard.tensor.device, []).append(number)
     for numbers in by_device.values():
-        _compare_on_device(numbers, shards, shared)
-    return shared
+        _compare_on_device(numbers, shards, overlaps)
+    return overlaps
 
 
-def _compare_on_device(numbers: Sequence[int], shards: Sequence[LocalShard], shared: SharedMemory) -> None:
-    """Adds the pairs among the shards that have these numbers, all on one device, to `shared`."""
+def _compare_on_device(numbers: Sequence[int], shards: Sequence[LocalShard], overlaps: Overlaps) -> None:
+    """Adds the pairs among the shards that have these numbers, all on one device, to `overlaps`."""
     compared = TargetShards.of(shards if len(numbers) == len(shards) else [shards[number] for number in numbers])
     starts, lengths = compared.addresses.copy(), compared.byte_lengths.copy()
     for number, tensor in zip(compared.without_address, compared.tensors_without_address, strict=True):
@@ -66,10 +66,10 @@ def _compare_on_device(numbers: Sequence[int], shards: Sequence[LocalShard], sha
         return
     for group in np.split(order, np.flatnonzero(is_free)[1:]):
         if len(group) > 1:
-            _compare_group([numbers[index] for index in group.tolist()], shards, shared)
+            _compare_group([numbers[index] for index in group.tolist()], shards, overlaps)
 
 
-def _compare_group(group: Sequence[int], shards: Sequence[LocalShard], shared: SharedMemory) -> None:
+def _compare_group(group: Sequence[int], shards: Sequence[LocalShard], overlaps: Overlaps) -> None:
     """Adds the pairs of a group, whose spans of memory overlap, that share bytes."""
     same: dict[object, list[int]] = {}
     for number in sorted(group):
@@ -84,16 +84,16 @@ def _compare_group(group: Sequence[int], shards: Sequence[LocalShard], shared: S
         filled = _largest_apart(views)
     for first, *others in same.values():
         if first in filled:
-            shared.within.extend((first, other) for other in others)
+            overlaps.within.extend((first, other) for other in others)
             continue
         dtype = shards[first].tensor.dtype  # of another one, the same bytes are other values
         same_dtype = {number: view for number, view in filled.items() if shards[number].tensor.dtype == dtype}
         within = next((number for number, view in same_dtype.items() if _is_within(views[first], view)), None)
         if within is not None:
-            shared.within.extend((within, other) for other in (first, *others))
+            overlaps.within.extend((within, other) for other in (first, *others))
         else:
             meets = next(number for number, view in filled.items() if _have_common([views[first], view]))
-            shared.clashing.extend((meets, other) for other in (first, *others))
+            overlaps.clashing.extend((meets, other) for other in (first, *others))
 
 
 def _largest_apart(views: Mapping[int, _ByteRuns]) -> dict[int, _ByteRuns]:

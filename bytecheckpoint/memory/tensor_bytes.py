@@ -26,20 +26,20 @@ def narrowed(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     return tensor
 
 
-def is_flat(tensor: torch.Tensor) -> bool:
+def is_row_major_on_host(tensor: torch.Tensor) -> bool:
     """Returns True if the tensor is on the host and `is_row_major`."""
     return tensor.is_cpu and is_row_major(tensor)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns the live memory, as bytes, of a tensor of any shape that `is_flat`."""
+    """Returns the live memory, as bytes, of a tensor of any shape that `is_row_major_on_host`."""
     if tensor.numel() == 0:
         return memoryview(b"")
     return flat_bytes(tensor).numpy().data
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy on the host, of the same shape, that `is_flat`: bit for bit."""
+    """Returns a copy on the host, of the same shape, that `is_row_major_on_host`: bit for bit."""
     integers = same_bits(tensor)
     copy = torch.empty(tensor.shape, dtype=integers.dtype, device="cpu")
     return copy.copy_(integers).view(tensor.dtype)

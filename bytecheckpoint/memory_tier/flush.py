@@ -159,7 +159,9 @@ def _versions_to_upload(versions: Sequence[HeldVersion]) -> list[HeldVersion]:
 
 
 def _upload_version(store: Store, version: HeldVersion, jobs: Sequence[JobFolder]) -> FlushedStep:
-    """Uploads what this host has of a version, and commits it if all files are at the path then."""
+    """Uploads what this host has of a version, and commits it if all files are at the path then. Raises
+    CheckpointExistsError if another checkpoint is there, or beside it one that forbids it.
+    """
     record, folder = version.record, version.record.folder
     location = join_name(str(store), folder)
     committed = layout.committed_save_id(store, folder)

@@ -217,7 +217,9 @@ class _Copying:
         return self._files_of_save()[data_file_name(self._record.save_id, owner, number)]
 
     def _files_of_save(self) -> dict[str, DataFile]:
-        """Returns all data files of the save by name, from the manifest, which each host has."""
+        """Returns all data files of the save by name, from the manifest, which each host has. Raises
+        CheckpointSaveError (rank_failed) if it is gone.
+        """
         if self._files is None:
             versions = version_files.read_versions(self._slots.job)
             found = next((version for version in versions if version.record.save_id == self._record.save_id), None)

@@ -31,7 +31,7 @@ from bytecheckpoint.memory_tier.part_of_save import memory_of
 from bytecheckpoint.memory_tier.rebuild import RebuildInput, needs_rebuild, rebuild
 from bytecheckpoint.memory_tier.seen import (
     HostView,
-    StoredManifest,
+    VersionAtPath,
     look_at_host,
     look_at_path,
     look_for_branches,
@@ -133,7 +133,7 @@ class ResumeCall:
         self._failed = self._failure = ""
         self._was_rebuilt = False
         """True if a rebuild was tried after the last load that failed."""
-        self._stored: dict[str, StoredManifest] = {}
+        self._stored: dict[str, VersionAtPath] = {}
         self._held: HeldStore | None = None
         self._rebuilt: dict[str, set[str]] = {}
         """Data files of each save that were rebuilt, or were to be."""
@@ -211,7 +211,7 @@ class ResumeCall:
         return self._store, self._memory
 
     def _plan(self, ranks: Ranks, store: Store, payloads: Sequence[bytes]) -> Sequence[bytes]:
-        """Decides, on the coordinator, which version is loaded next."""
+        """Decides, on the coordinator, which version is loaded next. Raises `_nothing_left` if all have failed."""
         messages = [msgspec.msgpack.decode(payload, type=_Seen) for payload in payloads]
         check_same("resume from", [message.location for message in messages], ranks.global_ranks)
         damaged = {holding for message in messages for holding in message.damaged}
@@ -223,7 +223,7 @@ class ResumeCall:
         try:
             max_steps = _MANY_STEPS if self._failed else _FEW_STEPS
             found = look_at_path(store, folders, max_steps=max_steps, abandoned=self._abandoned)
-            if not any(map(_is_on_hosts, plan_resume(seen, [each.version for each in found], damaged).versions[:1])):
+            if not any(map(_has_copies, plan_resume(seen, [each.version for each in found], damaged).versions[:1])):
                 found += look_for_branches(store, found, self._abandoned)
         except StorageError as error:
             found = []
@@ -242,7 +242,7 @@ class ResumeCall:
             stored_step = newest_not_left(store, self._abandoned) if self._is_managed else None
             return [msgspec.msgpack.encode(_Choice(None, stored_step=stored_step))] * ranks.num_ranks
         version = versions[0]
-        is_stored_only = not _is_on_hosts(version)
+        is_stored_only = not _has_copies(version)
         choice = _Choice(
             version,
             folders.get(version.save_id, step_folder(version.step)),
@@ -390,8 +390,8 @@ def _mapped(manifest: Manifest, held: HeldStore, options: LoadOptions) -> Manife
     return mapped_manifest(manifest, CheckpointFolder(held, ""), options.name_map)
 
 
-def _is_on_hosts(version: VersionPlan) -> bool:
-    """Returns True if hosts, and not storage alone, are to give files of the version."""
+def _has_copies(version: VersionPlan) -> bool:
+    """Returns True if anything but storage has files of the version."""
     return any(holders[0].kind != "storage" for holders in version.files.values())
 
 

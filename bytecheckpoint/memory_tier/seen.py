@@ -44,7 +44,7 @@ class HostView(NamedTuple):
     parity: dict[str, FoundParity]
 
 
-class StoredManifest(NamedTuple):
+class VersionAtPath(NamedTuple):
     """A step at the path: committed, or files there of a save that is not known to have committed."""
 
     version: StoredVersion
@@ -151,7 +151,7 @@ def _staged(root: str | None, store: Store) -> Iterator[_Staged]:
 
 def look_at_path(
     store: Store, folders: dict[str, str], *, max_steps: int, abandoned: Collection[int]
-) -> list[StoredManifest]:
+) -> list[VersionAtPath]:
     """Returns the newest committed steps that are not abandoned, at most `max_steps` and without those whose manifest
     cannot be read; and, as not committed, the files that any other save of `folders` has in its folder.
     """
@@ -160,13 +160,11 @@ def look_at_path(
     committed = {each.version.save_id for each in found}
     for save_id, folder in folders.items():
         if save_id not in committed and (sizes := _uploaded_sizes(store, folder, save_id)):
-            found.append(StoredManifest(StoredVersion(save_id, None, 0, sizes, is_committed=False), b""))
+            found.append(VersionAtPath(StoredVersion(save_id, None, 0, sizes, is_committed=False), b""))
     return found
 
 
-def look_for_branches(
-    store: Store, known: Sequence[StoredManifest], abandoned: Collection[int]
-) -> list[StoredManifest]:
+def look_for_branches(store: Store, known: Sequence[VersionAtPath], abandoned: Collection[int]) -> list[VersionAtPath]:
     """Returns the committed steps before the `known` ones that have a higher generation than every later step: the
     later steps are of a branch that training has left. Reads the manifests of all steps before the `known` ones; if no
     `known` step has a generation, reads nothing and returns an empty list.
@@ -199,7 +197,7 @@ def _steps_at(store: Store, abandoned: Collection[int]) -> Iterator[int]:
     return (step for step in layout.steps_below(store, "", store.list("")) if step not in abandoned)
 
 
-def _read_step(store: Store, step: int) -> StoredManifest | None:
+def _read_step(store: Store, step: int) -> VersionAtPath | None:
     """Returns a committed step; None if its manifest cannot be read."""
     folder = layout.step_folder(step)
     try:
@@ -210,7 +208,7 @@ def _read_step(store: Store, step: int) -> StoredManifest | None:
         return None
     files = {file.name: file.byte_length for file in manifest.files}
     version = StoredVersion(manifest.save_id, generation_of(manifest), step, files, is_committed=True)
-    return StoredManifest(version, content)
+    return VersionAtPath(version, content)
 
 
 def _uploaded_sizes(store: Store, folder: str, save_id: str) -> dict[str, int]:

@@ -207,9 +207,9 @@ class _Parser:
             self._refuse("format", f"it is {file.format}, and this release reads {FORMAT}")
         return file
 
-    def _two_sided(self, kind: type[_Kind], field: Any) -> type[_Kind]:
-        """Returns a struct like `kind` whose fields `first` and `second` are named after the sides."""
-        fields = [(name, field) for name in ("first", "second")]
+    def _two_sided(self, kind: type[_Kind], field_type: Any) -> type[_Kind]:
+        """Returns a struct like `kind` with the two sides as fields: `first` and `second`, renamed."""
+        fields = [(name, field_type) for name in ("first", "second")]
         rename = dict(zip(("first", "second"), self._sides, strict=True))
         struct = msgspec.defstruct(kind.__name__, fields, bases=(kind,), rename=rename, frozen=True)
         return cast("type[_Kind]", struct)

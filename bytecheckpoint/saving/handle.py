@@ -145,13 +145,12 @@ def has_failed(handle: SaveHandle) -> bool:
 class SaveProgress:
     """Progress and outcome of one save, for its handle and for the threads that work on it."""
 
-    def __init__(self, path: str, meter: ProgressMeter, *, has_stage: bool, has_memory: bool = False) -> None:
-        """`has_stage` is True for a save through a local stage, `has_memory` for one with a memory tier."""
+    def __init__(self, path: str, meter: ProgressMeter, *, has_local_stage: bool, has_memory: bool = False) -> None:
         self.path = path
         self.meter = meter
         self.is_numbered = threading.Event()
         """Set when all ranks know which call this is, so that other calls may begin."""
-        self.local: Future[LocalInfo] | None = Future() if has_stage else None
+        self.local: Future[LocalInfo] | None = Future() if has_local_stage else None
         self.held: dict[str, Future[CheckpointInfo]] = {"process": Future(), "host": Future()} if has_memory else {}
         """Outcomes of the levels that memory has."""
         self.never_held: dict[str, str] = {}

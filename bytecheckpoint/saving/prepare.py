@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.collect import Entry, buffers_in, check_can_be_lazy, frozen_fqns
+from bytecheckpoint.adapters.collect import Entry, changing_tensors, check_can_be_lazy, frozen_fqns
 from bytecheckpoint.adapters.shard_columns import ShardBlocks, ShardColumns
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed.ranks import COORDINATOR
@@ -144,7 +144,7 @@ class PreparedSave:
             logger.info("saving %s from %d ranks", target.path, ranks.num_ranks)
         self.meter = ProgressMeter(target.path, ranks.global_ranks[ranks.rank], "save", options.on_progress)
         self.progress = SaveProgress(
-            target.path, self.meter, has_stage=target.stage is not None, has_memory=memory is not None
+            target.path, self.meter, has_local_stage=target.stage is not None, has_memory=memory is not None
         )
         self.memory = memory
         self.generation: int | None = None
@@ -282,14 +282,14 @@ class PreparedSave:
 
 
 def _held_shards(entries: Sequence[Entry], shards: ShardBlocks) -> ShardBlocks:
-    """Returns the shards for a lazy snapshot. Buffers of modules, and tensors that share memory with one, are copied,
-    because a forward pass changes them without waiting. All others keep the memory that they have now, even if their
-    tensors are given other memory meanwhile.
+    """Returns the shards for a lazy snapshot. Buffers of modules, tensors of data loaders, and tensors that share
+    memory with one, are copied, because training changes them without waiting. All others keep the memory that they
+    have now, even if their tensors are given other memory meanwhile.
 
     Raises CheckpointSaveError (unsupported_value) if an optimizer of the state would not wait for the snapshot.
     """
     check_can_be_lazy(entries)
-    changing_storages = {_storage_of(buffer) for buffer in buffers_in(entries)}
+    changing_storages = {_storage_of(tensor) for tensor in changing_tensors(entries)}
     return ShardBlocks(_held(block, changing_storages) for block in shards.blocks)
 
 

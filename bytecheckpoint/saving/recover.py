@@ -219,15 +219,15 @@ def _target_folder(store: Store, folder: str, *, is_step: bool) -> TargetFolder:
 
 
 def _mark_alive(store: Store, verdicts: Sequence[RecoveryVerdict]) -> bool:
-    """Writes a new object beside old data that will be used, so that garbage collection spares it. Returns True if it
-    wrote one.
+    """Writes a new object beside the data of each save that is to be committed, so that garbage collection spares it
+    until then. Returns True if there is such a save.
     """
-    finished = [verdict for verdict in verdicts if verdict.outcome == "committed"]
-    for verdict in finished:
+    to_commit = [verdict for verdict in verdicts if verdict.outcome == "committed"]
+    for verdict in to_commit:
         name = join_name(verdict.folder, layout.recovery_name(verdict.save_id))
         store.delete(name)  # left by an attempt that failed; not every store can replace it
         store.write(name, one_block(b"\n"), replace=True)
-    return bool(finished)
+    return bool(to_commit)
 
 
 def _take_over(stage: str, task: RecoveryTask, *, writer_threads: int) -> StagedFolder:

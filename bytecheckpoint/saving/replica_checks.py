@@ -18,7 +18,7 @@ from bytecheckpoint.adapters.shard_columns import ShardBlocks
 from bytecheckpoint.adapters.shards import LocalShard, flat_bytes
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.memory.batched_copy import gather_pieces
-from bytecheckpoint.memory.tensor_bytes import is_flat, same_bits
+from bytecheckpoint.memory.tensor_bytes import is_row_major_on_host, same_bits
 
 _NUM_SHOWN = 10
 
@@ -158,7 +158,7 @@ def combined_digest(tensors: Sequence[torch.Tensor]) -> int:
     base = ctypes.addressof(ctypes.c_char.from_buffer(gathered))
     filled = 0
     for tensor in _on_host(tensors):
-        flat = tensor if is_flat(tensor) else _raw(tensor)
+        flat = tensor if is_row_major_on_host(tensor) else _raw(tensor)
         num_bytes = flat.nbytes
         if filled + num_bytes > _GATHERED_BYTES:
             state.update(memoryview(gathered)[:filled])

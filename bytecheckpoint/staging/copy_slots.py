@@ -68,7 +68,8 @@ class CopySlots:
         saves that are incomplete on other hosts are no longer needed.
         """
         if self._taken:
-            self._write_needed([*(each for each in self._needed() if each not in self._incomplete), save_id])
+            others = (each for each in self._needed_saves() if each not in self._incomplete)
+            self._write_needed_saves([*others, save_id])
 
     def note_incomplete(self, save_id: str) -> None:
         """Notes that another host lacks copies of this save. Its copies here stay until those of a later save are
@@ -83,7 +84,7 @@ class CopySlots:
         if not os.path.isdir(self._folder):  # noqa: PTH112
             return
         self._incomplete.clear()
-        self._write_needed([save_id])
+        self._write_needed_saves([save_id])
         unneeded = [slot for slot in self._slots if slot.save_id != save_id]
         for slot in unneeded[len(self._taken) :]:
             self._slots.remove(slot)
@@ -100,16 +101,16 @@ class CopySlots:
             slot.release()
 
     def _reserved_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
-        needed = self._needed()
-        if len(needed) > 1:
+        needed_saves = self._needed_saves()
+        if len(needed_saves) > 1:
             with suppress(CheckpointSaveError):
-                return self._reserved_free_slot(needed, num_bytes, max_bytes)
+                return self._reserved_free_slot(needed_saves, num_bytes, max_bytes)
             protected = version_files.protected_save(self._job)
-            needed = [protected] if protected in needed else needed[:1]
-        return self._reserved_free_slot(needed, num_bytes, max_bytes)
+            needed_saves = [protected] if protected in needed_saves else needed_saves[:1]
+        return self._reserved_free_slot(needed_saves, num_bytes, max_bytes)
 
-    def _reserved_free_slot(self, needed: Collection[str], num_bytes: int, max_bytes: int | None) -> Slot:
-        held, slot = list(self._slots), self._free_slot(needed, num_bytes)
+    def _reserved_free_slot(self, needed_saves: Collection[str], num_bytes: int, max_bytes: int | None) -> Slot:
+        held, slot = list(self._slots), self._free_slot(needed_saves, num_bytes)
         try:
             self._reserve(slot, num_bytes, max_bytes)
         except CheckpointSaveError:
@@ -119,14 +120,14 @@ class CopySlots:
             raise
         return slot
 
-    def _free_slot(self, needed: Collection[str], num_bytes: int) -> Slot:
+    def _free_slot(self, needed_saves: Collection[str], num_bytes: int) -> Slot:
         busy = {slot.path for slot in self._taken.values()}
-        own = [slot for slot in self._slots if slot.save_id not in needed and slot.path not in busy]
+        own = [slot for slot in self._slots if slot.save_id not in needed_saves and slot.path not in busy]
         if own:
             return min(own, key=lambda slot: slot_file.fit(slot.capacity, num_bytes))
         paths = {slot.path for slot in self._slots}
         found = slot_file.scan(self._folder)
-        free = (each for each in found if each.save_id not in needed and each.path not in paths)
+        free = (each for each in found if each.save_id not in needed_saves and each.path not in paths)
         slot = slot_file.take_fitting(free, num_bytes) or slot_file.create(self._folder)
         self._slots.append(slot)
         return slot
@@ -147,14 +148,14 @@ class CopySlots:
                 path=self._job.root,
             ) from error
 
-    def _needed(self) -> Sequence[str]:
+    def _needed_saves(self) -> Sequence[str]:
         """Returns the ids of the saves whose copies must stay. The first is the last known to be whole on all hosts."""
         name = os.path.join(self._folder, _NEEDED)
         with suppress(FileNotFoundError, msgspec.MsgspecError), open(name, "rb") as file:
             return msgspec.json.decode(file.read(), type=list[str])
         return []
 
-    def _write_needed(self, save_ids: Sequence[str]) -> None:
+    def _write_needed_saves(self, save_ids: Sequence[str]) -> None:
         content = msgspec.json.encode(list(dict.fromkeys(save_ids)))
         with self._job.locked():  # so that no process takes the file being written for one that a dead process left
             replace_file(os.path.join(self._folder, _NEEDED), content)

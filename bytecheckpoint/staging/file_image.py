@@ -19,7 +19,7 @@ from bytecheckpoint.manifest.plain_wire import unsupported
 from bytecheckpoint.manifest.ranges import Block, cut_blocks
 from bytecheckpoint.memory.batched_copy import gather_pieces
 from bytecheckpoint.memory.device_to_host import has_streams
-from bytecheckpoint.memory.tensor_bytes import is_flat, narrowed, to_host, view_region
+from bytecheckpoint.memory.tensor_bytes import is_row_major_on_host, narrowed, to_host, view_region
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.file_layout import CodecOption, PlacedChunk, codec_of, cut_extents, lay_out_files
 from bytecheckpoint.planner.write_items import ItemRegion, WriteItem
@@ -231,7 +231,7 @@ class LiveFile:
         chunk, part = self.planned.chunks[index], self.planned.parts[index]
         shard = self._shards[chunk.item]
         tensor = shard.tensor if part is None else view_region(shard, part)
-        if not is_flat(tensor):
+        if not is_row_major_on_host(tensor):
             return [_TensorPiece(each, each.nbytes, 0) for each in _in_copies(tensor)]
         address = tensor.data_ptr()
         if not address:

@@ -268,7 +268,7 @@ class JobMemory:
                 num_slots,
             )
 
-    def _needed(self) -> Collection[str]:
+    def _needed_saves(self) -> Collection[str]:
         """Returns the ids of the saves whose slots must stay."""
         return version_files.needed_saves(self.job) if self._settled is None else self._settled
 
@@ -276,39 +276,39 @@ class JobMemory:
         """Removes the manifests of the doubted saves that failed. Returns the ids of saves whose slots must stay."""
         for failed in self._failed:
             version_files.remove(self.job, failed)
-        needed = set(self._needed()) - self._failed
+        needed_saves = set(self._needed_saves()) - self._failed
         self._failed = set()
-        return needed
+        return needed_saves
 
     def _free_among(self, found: Iterable[FoundSlot]) -> Iterator[FoundSlot]:
         """Yields the slots that no save needs, without those of this process."""
-        needed, own = self._needed(), {slot.path for slot in self._slots}
-        return (each for each in found if each.save_id not in needed and each.path not in own)
+        needed_saves, own = self._needed_saves(), {slot.path for slot in self._slots}
+        return (each for each in found if each.save_id not in needed_saves and each.path not in own)
 
     def _reserved_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
         """Returns a slot that is free and at least `num_bytes` long; without room for one, that of a doubted save that
         has failed, or else of the oldest needed save, if that is not the last one; for it the free ones of this process
         are unlinked. Raises CheckpointSaveError (no_space).
         """
-        if not self._failed.isdisjoint(self._needed()):
+        if not self._failed.isdisjoint(self._needed_saves()):
             with suppress(CheckpointSaveError):
-                return self._reserved_free_slot(self._needed(), num_bytes, max_bytes)
+                return self._reserved_free_slot(self._needed_saves(), num_bytes, max_bytes)
             self._settled, self._doubted = self._without_failed(), ""
-        settled, held = self._settled, version_files.by_age(self.job, self._needed(), settled=self._newest)
-        needed = held
+        settled, held = self._settled, version_files.by_age(self.job, self._needed_saves(), settled=self._newest)
+        needed_saves = held
         while True:
             try:
-                slot = self._reserved_free_slot(needed, num_bytes, max_bytes)
+                slot = self._reserved_free_slot(needed_saves, num_bytes, max_bytes)
                 break
             except CheckpointSaveError:
-                if len(needed) < 2:
+                if len(needed_saves) < 2:
                     self._settled = settled
                     raise
             for slot in [slot for slot in self._slots if slot.save_id not in held]:  # their room is for another
                 self._slots.remove(slot)
                 slot.remove()
-            self._settled = needed = needed[1:]
-        if (protected := version_files.protected_save(self.job)) in held and protected not in needed:
+            self._settled = needed_saves = needed_saves[1:]
+        if (protected := version_files.protected_save(self.job)) in held and protected not in needed_saves:
             logger.warning(
                 "there is no room in %s for a slot beside those of the newest save and of the newest one that survives "
                 "a host: until copies of a save succeed again, the loss of a host costs what memory holds",
@@ -316,8 +316,8 @@ class JobMemory:
             )
         return slot
 
-    def _reserved_free_slot(self, needed: Collection[str], num_bytes: int, max_bytes: int | None) -> Slot:
-        own = [slot for slot in self._slots if slot.save_id not in needed]
+    def _reserved_free_slot(self, needed_saves: Collection[str], num_bytes: int, max_bytes: int | None) -> Slot:
+        own = [slot for slot in self._slots if slot.save_id not in needed_saves]
         best = min(own, key=lambda slot: slot_file.fit(slot.capacity, num_bytes), default=None)
         slot = self._add_slot(num_bytes, max_bytes) if best is None else best
         self._reserve(slot, num_bytes, max_bytes)

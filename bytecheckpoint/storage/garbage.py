@@ -150,8 +150,8 @@ def pending_uploads(store: Store, folder: str) -> tuple[Sequence[PendingUpload],
 
 
 def _used_among(store: Store, folder: str, save_ids: Sequence[str]) -> Callable[[str, str], bool]:
-    """Returns a predicate of save id and object name: True if the committed checkpoint in the folder needs the
-    object.
+    """Returns a predicate of save id and object name: True if the object counts as needed by the committed checkpoint
+    in the folder. `save_ids` are those of all files there.
     """
     # The files of a single save are taken for the checkpoint's own: reading the manifest of every step would cost too
     # much. Garbage beside a checkpoint whose files are all elsewhere, as a linked one's, is missed.

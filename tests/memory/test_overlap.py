@@ -16,7 +16,7 @@ from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import Expectation
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards
 from bytecheckpoint.loading.match import match_again, match_state
-from bytecheckpoint.memory.overlap import find_shared
+from bytecheckpoint.memory.overlap import find_overlaps
 
 
 def shards_of(*tensors: torch.Tensor) -> list[LocalShard]:
@@ -49,7 +49,7 @@ _NUMBERS = torch.zeros(6, 10, dtype=torch.int32)
 @given(st.lists(views(), max_size=4))
 @settings(max_examples=300, deadline=None)
 def test_tensors_share_memory_where_they_have_a_byte_in_common(tensors: list[torch.Tensor]) -> None:
-    shared = find_shared(shards_of(*tensors))
+    shared = find_overlaps(shards_of(*tensors))
     left_out = [second for _, second in shared.within + shared.clashing]
     assert len(left_out) == len(set(left_out))
     kept = set(range(len(tensors))) - set(left_out)
@@ -64,7 +64,7 @@ def test_tensors_share_memory_where_they_have_a_byte_in_common(tensors: list[tor
 
 def test_memory_that_does_not_exist_is_not_shared() -> None:
     meta = torch.empty(4, 6, device="meta")
-    assert find_shared(shards_of(meta, meta[2:], meta[1:], torch.empty(0), torch.empty(0))) == ([], [])
+    assert find_overlaps(shards_of(meta, meta[2:], meta[1:], torch.empty(0), torch.empty(0))) == ([], [])
 
 
 def saved(path: Path, **tensors: torch.Tensor) -> None:
@@ -150,7 +150,7 @@ class Elsewhere(torch.Tensor):
 
 def test_equal_addresses_on_different_devices_are_different_memory() -> None:
     memory = torch.zeros(100)
-    shared = find_shared(shards_of(memory, memory.as_subclass(Elsewhere), memory[50:].as_subclass(Elsewhere)))
+    shared = find_overlaps(shards_of(memory, memory.as_subclass(Elsewhere), memory[50:].as_subclass(Elsewhere)))
     assert shared.clashing == []
     assert shared.within == [(1, 2)]
 

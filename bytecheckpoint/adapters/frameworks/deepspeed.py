@@ -31,7 +31,7 @@ from bytecheckpoint.adapters.frameworks.flat_parameters import (
     merged,
     part_of_whole,
 )
-from bytecheckpoint.adapters.frameworks.zero_partitions import MasterPart, is_wrapper, masters_of, part_of_partitioned
+from bytecheckpoint.adapters.frameworks.zero_partitions import MasterPart, is_wrapper, masters_of, zero3_part
 from bytecheckpoint.adapters.native.module_walk import ModuleTree
 from bytecheckpoint.manifest.plain_wire import unsupported
 
@@ -150,8 +150,8 @@ def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatMo
         copies += _copies(fqn, name, of_parameter)
     for parameter in partitioned:
         name = names[id(parameter)][0]
-        _refuse_swapped(fqn, parameter)
-        held.append(FlatParamMemory(name, part_of_partitioned(fqn, parameter, 0), _flat(parameter.ds_tensor)))
+        _refuse_unreadable_parameter(fqn, parameter)
+        held.append(FlatParamMemory(name, zero3_part(fqn, parameter, 0), _flat(parameter.ds_tensor)))
         copies += _gathered(fqn, name, parameter)
     flat_ids = {id(parameter) for parameter in (*(each.parameter for each in of_module), *partitioned)}
     aliases = {alias: first for flat_id in flat_ids for first, *others in [names[flat_id]] for alias in others}
@@ -204,7 +204,7 @@ def _copies(fqn: str, name: str, held: MasterPart) -> Iterator[FlatParamMemory]:
     """
     parameter: Any = held.parameter
     if hasattr(parameter, _PARTITION):
-        _refuse_swapped(fqn, parameter)
+        _refuse_unreadable_parameter(fqn, parameter)
         yield from _gathered(fqn, name, parameter)
         return
     memory = parameter.detach().view(-1)
@@ -257,7 +257,7 @@ def _refuse_unreadable(fqn: str, wrapper: Any) -> None:
         raise unsupported(fqn, f"a DeepSpeed optimizer {what}", advice)
 
 
-def _refuse_swapped(fqn: str, parameter: Any) -> None:
+def _refuse_unreadable_parameter(fqn: str, parameter: Any) -> None:
     if parameter.ds_tensor.status.name != "AVAILABLE" or parameter.ds_tensor.final_location == "nvme":
         raise unsupported(fqn, "a module with parameters on NVMe", "offload to the CPU")
     if hasattr(parameter.ds_tensor, "ds_quant_scale"):

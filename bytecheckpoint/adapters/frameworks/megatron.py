@@ -52,12 +52,12 @@ class OptimizedElements(NamedTuple):
 
 
 class MegatronEntry:
-    """The chunks of a model that this rank holds, or the sharded objects in a dict of the state."""
+    """The model chunks that this rank holds, or the sharded objects in a dict of the state."""
 
     framework = "megatron"
 
-    def __init__(self, fqn: str, chunks: Sequence[torch.nn.Module], tree: Any = None) -> None:
-        """`chunks` are modules for which `is_megatron_module` holds, `tree` may hold sharded objects.
+    def __init__(self, fqn: str, model_chunks: Sequence[torch.nn.Module], tree: Any = None) -> None:
+        """`model_chunks` are modules for which `is_megatron_module` holds, `tree` may hold sharded objects.
 
         Raises CheckpointSaveError (unsupported_value) as `megatron_sharded.find_in` and `link` do.
         """
@@ -65,9 +65,9 @@ class MegatronEntry:
         self._pieces: list[ShardedPiece] = []
         self._objects: list[_ShardedObject] = []
         self._copied: list[CopiedFactory] = []
-        self._chunks: list[Any] = [unwrapped(chunk) for chunk in chunks]
-        for chunk in self._chunks:
-            self._add(chunk.sharded_state_dict(), chunk)
+        self._model_chunks: list[Any] = [unwrapped(model_chunk) for model_chunk in model_chunks]
+        for model_chunk in self._model_chunks:
+            self._add(model_chunk.sharded_state_dict(), model_chunk)
         self._add(tree, None)
         self._in_optimizer: dict[int, list[NamedPart]] = {}
         self._masters: dict[object, list[FlatParamMemory]] = {}
@@ -83,14 +83,14 @@ class MegatronEntry:
         self.link(OptimizedElements(source, source, 0, "itself") for source in in_runs)
         self.link(_whole_masters(self._pieces))
 
-    def _add(self, tree: Any, chunk: torch.nn.Module | None) -> None:
+    def _add(self, tree: Any, model_chunk: torch.nn.Module | None) -> None:
         found = find_in(self.fqn, tree)
         self._pieces += found.pieces
         self._copied += found.copied
         for path, sharded in found.objects:
             place = f"{'.'.join(map(str, sharded.global_offset))}_{'.'.join(map(str, sharded.global_shape))}"
             fqn = join_fqn(self.fqn, f"{sharded.key}/shard_{place}")
-            self._objects.append(_ShardedObject(fqn, sharded, chunk, path))
+            self._objects.append(_ShardedObject(fqn, sharded, model_chunk, path))
 
     def link(self, optimized: Iterable[OptimizedElements]) -> None:
         """Notes the parameters of this entry that an optimizer of the state has. Those of other entries are skipped.
@@ -127,8 +127,8 @@ class MegatronEntry:
         return {}
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        for chunk in self._chunks:
-            yield from torch.nn.Module.buffers(chunk)  # Megatron's DistributedDataParallel has a list of this name
+        for model_chunk in self._model_chunks:
+            yield from torch.nn.Module.buffers(model_chunk)  # Megatron's DistributedDataParallel has a list so called
 
     def collect(self) -> EntryContents:
         shards: dict[tuple[str, Region], LocalShard] = {}
@@ -201,7 +201,7 @@ class _ShardedObject(NamedTuple):
 
     fqn: str
     sharded: Any
-    chunk: torch.nn.Module | None
+    model_chunk: torch.nn.Module | None
     """Module that it belongs to."""
     path: str
     """Its name in the module."""
@@ -215,12 +215,12 @@ class _ShardedObject(NamedTuple):
         """Puts the loaded value into the sharded object and into the module."""
         value = io.BytesIO(plain[_BYTES_IO]) if type(plain) is dict and plain.keys() == {_BYTES_IO} else plain
         self.sharded.data = value
-        if self.chunk is not None:
+        if self.model_chunk is not None:
             owner, _, name = self.path.rpartition(".")
             if name == _EXTRA_STATE:
-                _submodule(self.chunk, owner).set_extra_state(value)
+                _submodule(self.model_chunk, owner).set_extra_state(value)
             else:
-                self.chunk.load_state_dict({self.path: value}, strict=False)
+                self.model_chunk.load_state_dict({self.path: value}, strict=False)
 
 
 def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:

@@ -45,7 +45,7 @@ class ShardedPiece(NamedTuple):
 
     @property
     def span(self) -> range | None:
-        """Indices of its elements in the flattened source; None where they do not follow one another in memory."""
+        """Indices of its elements in the flattened source; None if they do not follow one another, or it is a copy."""
         if not (_is_view(self.memory, self.source) and self.memory.is_contiguous() and self.source.is_contiguous()):
             return None
         start = self.memory.storage_offset() - self.source.storage_offset()

@@ -38,21 +38,23 @@ class MasterPart(NamedTuple):
     """Tensor that the inner optimizer has as a parameter."""
 
 
-def part_of_partition(shape: Sequence[int], start: int, partition: int, index: int) -> FlatParamPart:
-    """Returns the part of a parameter in partition `index` of flat memory. `start` is the parameter's first element in
-    flat memory, `partition` the number of elements of each partition.
+def part_of_partition(shape: Sequence[int], start: int, partition_numel: int, index: int) -> FlatParamPart:
+    """Returns the part of a parameter in partition `index` of flat memory, an empty one if none of it lies there.
+    `start` is the parameter's first element in flat memory.
     """
-    first = max(start, index * partition)
-    end = min(start + prod(shape), (index + 1) * partition)
+    first = max(start, index * partition_numel)
+    end = min(start + prod(shape), (index + 1) * partition_numel)
     if end <= first:
         return part_of_whole(shape, 0, 0, 0)
-    return part_of_whole(shape, first - start, end - first, first - index * partition)
+    return part_of_whole(shape, first - start, end - first, first - index * partition_numel)
 
 
-def part_of_rank(shape: Sequence[int], partition: int, index: int, position: int) -> FlatParamPart:
-    """Returns the part of a parameter on rank `index`, where each holds `partition` elements, the last with padding."""
-    numel = max(0, min(partition, prod(shape) - index * partition))
-    return part_of_whole(shape, index * partition, numel, position) if numel else part_of_whole(shape, 0, 0, 0)
+def part_of_rank(shape: Sequence[int], rank_numel: int, rank: int, position: int) -> FlatParamPart:
+    """Returns the part of a parameter of which each rank holds `rank_numel` elements, padding at the end included; an
+    empty part on a rank with nothing but padding. `position` is where the part begins in this rank's memory.
+    """
+    numel = max(0, min(rank_numel, prod(shape) - rank * rank_numel))
+    return part_of_whole(shape, rank * rank_numel, numel, position) if numel else part_of_whole(shape, 0, 0, 0)
 
 
 def is_wrapper(value: Any) -> bool:
@@ -71,8 +73,8 @@ def masters_of(fqn: str, wrapper: Any) -> list[MasterPart]:
     return list(read(fqn, wrapper))
 
 
-def part_of_partitioned(fqn: str, parameter: Any, position: int) -> FlatParamPart:
-    """Returns the part of a parameter of ZeRO 3 on this rank.
+def zero3_part(fqn: str, parameter: Any, position: int) -> FlatParamPart:
+    """Returns the part of a parameter of ZeRO 3 on this rank, which may be empty.
 
     Raises CheckpointSaveError (unsupported_value) where it is partitioned in another way.
     """
@@ -120,7 +122,7 @@ def _zero_3(fqn: str, wrapper: Any) -> Iterator[MasterPart]:
         position = 0
         for parameter in group:
             _refuse_experts(fqn, parameter.ds_process_group, wrapper.dp_process_group)
-            yield MasterPart(parameter, part_of_partitioned(fqn, parameter, position), master)
+            yield MasterPart(parameter, zero3_part(fqn, parameter, position), master)
             position += parameter.ds_tensor.ds_numel
 
 

@@ -261,7 +261,7 @@ def dtensor_like(
         lengths, sharded = [0], set()
     for dim in sharded:
         lengths[dim], remainder = divmod(shape[dim] * outer._local_tensor.shape[dim], max(outer.shape[dim], 1))
-        if remainder or not _ends_with_blocks(outer, dim, shape[dim]):
+        if remainder or not _divides_evenly(outer, dim, shape[dim]):
             return None
     local = torch.empty(lengths, dtype=dtype, device=device)
     return _as_dtensor(local, torch.Size(shape), outer, is_table=is_table)
@@ -285,7 +285,7 @@ def dtensor_of_part(fqn: str, inner: torch.Tensor, outer: DTensor) -> DTensor | 
             return None
         ratios = {dim: divmod(inner.shape[dim] * outer.shape[dim], local.shape[dim]) for dim in sharded}
         are_whole = not any(remainder for _, remainder in ratios.values())
-        if are_whole and all(_ends_with_blocks(outer, dim, length) for dim, (length, _) in ratios.items()):
+        if are_whole and all(_divides_evenly(outer, dim, length) for dim, (length, _) in ratios.items()):
             shape = [ratios[dim][0] if dim in sharded else length for dim, length in enumerate(inner.shape)]
     if shape is None:
         what = f"part of a DTensor, {list(inner.shape)} for {list(local.shape)} of {list(outer.shape)}"
@@ -306,10 +306,10 @@ def _can_follow(num_dims: int, outer: DTensor, sharded: set[int]) -> bool:
     return not sharded or num_dims == outer.dim() or (num_dims > 0 and sharded == {0})
 
 
-def _ends_with_blocks(outer: DTensor, dim: int, length: int) -> bool:
-    """Returns True if each part of the outer tensor ends at the end of a block of an inner tensor that has this length
-    along `dim`. Then one of the two lengths divides the other: 6 rows with 4 scales would be twice a block of two rows
-    and a short block.
+def _divides_evenly(outer: DTensor, dim: int, length: int) -> bool:
+    """Returns True if the outer tensor is not cut along `dim`, or one of its length there and that of an inner tensor,
+    `length`, divides the other. Else a block may be cut, also where this rank has a whole number of them: 6 rows with 4
+    scales would be twice a block of two rows and a short block.
     """
     if outer._local_tensor.shape[dim] == outer.shape[dim]:  # not cut
         return True

@@ -161,8 +161,9 @@ def _region(spans: Sequence[tuple[int, int]]) -> Region:
 
 
 def names_beside(weight: StoredTensor, wanted_dtype: str, names: Container[str]) -> Sequence[str]:
-    """Returns those of `names` that a stored weight is made of when it is converted to `wanted_dtype`: its scales, then
-    its packed numbers if it has them; none if it has no scales, or stays quantized.
+    """Returns the names of what a stored weight is made of when it is converted to `wanted_dtype`: of its scales, which
+    have to be among `names`, or for a packed weight of its scales and its packed numbers, which always exist; none if
+    it has no scales, or stays quantized.
     """
     if wanted_dtype not in _FULL_PRECISION:
         return ()

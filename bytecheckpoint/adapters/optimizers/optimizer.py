@@ -59,7 +59,7 @@ from bytecheckpoint.manifest.plain_wire import is_at_or_below, join_fqn, unsuppo
 
 
 class _Refused(NamedTuple):
-    """The param_groups of which nothing is loaded."""
+    """The param_groups of which nothing is loaded, and why."""
 
     groups: Collection[int]
     """Their ids."""

@@ -89,7 +89,8 @@ def collect_state(
     """Appends the tensors of a state to `tensors`, under FQNs that start with `prefix`. Returns its other values, with
     references to tensors in them. `keys` has the keys that were checked already; new ones are checked and added.
 
-    Raises CheckpointSaveError (unsupported_value) for a key that is empty, no str, or has a dot.
+    Raises CheckpointSaveError (unsupported_value) for a key that is empty, no str, or has a dot, and for a value that
+    is neither plain data nor a tensor.
     """
     if PLAIN_TENSORS.issuperset(map(type, state.values())) and keys.issuperset(state):  # nearly always
         tensors += [(prefix + key, value) for key, value in state.items()]
@@ -112,7 +113,8 @@ def collect_state(
 
 def _copied(value: Any, fqn: str) -> Any:
     """Returns the tree in containers of its own: live state is not changed. A subclass becomes a dict of its parts, and
-    so does, with a warning, a dict of a type that a checkpoint does not have, such as a defaultdict.
+    so does, with a warning, a dict of a type that a checkpoint does not have, such as a defaultdict. Raises
+    CheckpointSaveError (unsupported_value) for any other object that has attributes.
     """
     if isinstance(value, dict) or is_subclass(value):
         items = (value if isinstance(value, dict) else parts_of(fqn, value)).items()

@@ -71,7 +71,7 @@ class StoredOptimizer:
         self._checkpoint = checkpoint
         self._tree: Mapping[str, Any] = saved.tree
         self._tree_fqn = saved.fqn
-        self._groups = {
+        self._group_by_name = {
             name: StoredGroup(join_fqn(saved.fqn, f"groups.{first}.values"), group["values"])
             for first, group in saved.tree["groups"].items()
             for name in group["params"]
@@ -102,7 +102,7 @@ class StoredOptimizer:
         # Of an optimizer with an empty name, earlier versions put `.state.` before the names of the state.
         for container in (state_fqn,) if self._tree_fqn else (state_fqn, f".{state_fqn}"):
             for source in self._checkpoint.saved_names.below(container):
-                name, key = split_state_path(source[len(container) + 1 :], self._groups)
+                name, key = split_state_path(source[len(container) + 1 :], self._group_by_name)
                 if name:
                     self._tensor_keys.setdefault(name, set()).add(key.partition(".")[0])
                 if name and self._checkpoint.takes(source):
@@ -110,7 +110,7 @@ class StoredOptimizer:
                     self._tensors.setdefault(name, {})[key] = tensor
 
     def _find_by_name(self) -> None:
-        for name in self._groups:
+        for name in self._group_by_name:
             for state_fqn in self._state_fqns(name):
                 self._by_state_fqn.setdefault(state_fqn, name)
             if self._source(name) in self._checkpoint.saved:
@@ -176,7 +176,7 @@ class StoredOptimizer:
         """
         yield from chain.from_iterable(map(self.claims, filter(self.is_excluded, parameters)))
         saved = self._checkpoint.saved
-        lacking = self._groups.keys() - set(chain.from_iterable(map(self._names, parameters)))
+        lacking = self._group_by_name.keys() - set(chain.from_iterable(map(self._names, parameters)))
         # There may be an optimizer for each parameter, which mostly lacks none: then not all tensors are looked at.
         sources = saved.items() if lacking else ()
         taken = {tensor.fqn for source, tensor in sources if not self._checkpoint.excludes(source)}
@@ -248,7 +248,7 @@ class StoredOptimizer:
                 "so that they cannot be told apart; save it with names (torch.distributed.checkpoint.state_dict, "
                 "or an optimizer made from named_parameters())"
             )
-        elif sum(self._lengths) == len(self._groups):
+        elif sum(self._lengths) == len(self._group_by_name):
             text = (
                 f"its parameters have no names in the checkpoint, and stand in groups of {self._stored_lengths}, in "
                 f"the state in groups of {self._lengths}, so that they may be in another order; make the optimizer "
@@ -256,13 +256,13 @@ class StoredOptimizer:
             )
         else:
             text = (
-                f"it has {len(self._groups)} parameters without names in the checkpoint and {sum(self._lengths)} in "
-                "the state, so that they cannot be told apart"
+                f"it has {len(self._group_by_name)} parameters without names in the checkpoint and "
+                f"{sum(self._lengths)} in the state, so that they cannot be told apart"
             )
         return [Problem("conflict", self._fqn, f"{self._fqn}: {text}")]
 
     def group(self, names: ParameterNames) -> StoredGroup | None:
-        return next((self._groups[name] for name in self._names(names)), None)
+        return next((self._group_by_name[name] for name in self._names(names)), None)
 
     def takes(self, group: StoredGroup, key: str) -> bool:
         """Returns True if include and exclude let this hyperparameter of the group through."""

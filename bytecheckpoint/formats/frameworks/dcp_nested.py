@@ -69,7 +69,9 @@ def read_folder(source: SourceFolder) -> None:
 
 
 def _members(source: SourceFolder, kind: _Kind) -> tuple[dict[str, str], list[str]]:
-    """Returns the folders to read, each with the name of its content, and the names that are left out."""
+    """Returns the folders to read, each with the name of its content, and the names that are left out. Refuses a folder
+    without metadata, and weights of which it is unclear whether they are the model.
+    """
     members: dict[str, str] = {}
     left_out = []
     for name, num_bytes in sorted(source.listing.items()):

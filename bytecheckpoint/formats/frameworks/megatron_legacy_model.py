@@ -98,14 +98,14 @@ class Model:
         every stage, then the second of every stage, and so on.
         """
         stages = sorted({rank.pp for rank in self._files})
-        chunks = {pp: _chunks_of(self._files[Rank(0, pp, 0)]) for pp in stages}
-        for number in range(max(map(len, chunks.values()))):
+        model_chunks = {pp: _model_chunks_of(self._files[Rank(0, pp, 0)]) for pp in stages}
+        for number in range(max(map(len, model_chunks.values()))):
             for pp in stages:
-                if number < len(chunks[pp]):
-                    self._add_chunk(chunks[pp][number], pp)
+                if number < len(model_chunks[pp]):
+                    self._add_model_chunk(model_chunks[pp][number], pp)
         refuse_other_counts(self._num_layers, self._files[Rank(0, 0, 0)])
 
-    def _add_chunk(self, key: str, pp: int) -> None:
+    def _add_model_chunk(self, key: str, pp: int) -> None:
         """Adds the model chunk (virtual stage) under this key of a pipeline rank's files."""
         files = [file for rank, file in sorted(self._files.items()) if rank.pp == pp]
         stage = self._by_name(key, files)
@@ -205,7 +205,7 @@ def _refuse_old_attention(name: str, file: RankFile) -> None:
         raise not_readable(file.saved.path, what, "load it with Megatron, which reorders them, and save it again")
 
 
-def _chunks_of(file: RankFile) -> list[str]:
+def _model_chunks_of(file: RankFile) -> list[str]:
     """Returns the keys of a stage's model chunks (virtual stages), in order: `model`, or `model0`, `model1`, ...
     Raises CheckpointCorruptError (bad_manifest) if there is none.
     """

@@ -229,7 +229,7 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
     api.load(
         found.path, state, strict=strict, cast=not with_optimizer, storage_options=storage_options, options=options
     )
-    if not with_optimizer and is_real_optimizer(optimizer) and (args.fp16 or args.bf16):
+    if not with_optimizer and has_parameters(optimizer) and (args.fp16 or args.bf16):
         optimizer.reload_model_params()
     checkpointing.set_checkpoint_version(found.checkpoint_version)
     iteration = found.iteration if is_resumed else 0
@@ -262,11 +262,11 @@ class _RerunState:
 
 def optimizer_state(optimizer: Any, scheduler: Any) -> dict[str, Any]:
     """Returns optimizer and scheduler, as far as the run has them, under their names in a checkpoint."""
-    state = {"optimizer": optimizer} if is_real_optimizer(optimizer) else {}
+    state = {"optimizer": optimizer} if has_parameters(optimizer) else {}
     return state | ({"scheduler": scheduler} if scheduler is not None else {})
 
 
-def is_real_optimizer(optimizer: Any) -> bool:
+def has_parameters(optimizer: Any) -> bool:
     """Returns False for None and for the optimizer of a rank without parameters."""
     return optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False)
 
@@ -306,7 +306,7 @@ def _override_rates(args: Namespace, optimizer: Any, scheduler: Any) -> None:
     """Puts the run's own bounds of learning rates in the place of the loaded ones, and lets the scheduler compute the
     rates anew for the samples that were consumed.
     """
-    for group in optimizer.param_groups if is_real_optimizer(optimizer) and scheduler is not None else []:
+    for group in optimizer.param_groups if has_parameters(optimizer) and scheduler is not None else []:
         prefix = "decoupled_" if group.get("is_decoupled_lr", False) else ""
         bounds = {"max_lr": f"{prefix}lr", "min_lr": f"{prefix}min_lr"}
         group.update({key: rate for key, name in bounds.items() if (rate := getattr(args, name, None)) is not None})

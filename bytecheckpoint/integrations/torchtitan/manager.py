@@ -134,7 +134,9 @@ class BcpCheckpointManager(BaseCheckpointManager):
     # Saving
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - torchtitan's signature
-        """Saves the step if it is due; returns True if it was. Raises SystemExit after the save of a stop."""
+        """Saves the step if it is due; returns True if it was. Raises SystemExit after the save of a stop, unless
+        this is the last step.
+        """
         if self.config.load_only:  # then no signal is handled either
             return False
         is_stop = self._stop.end_step()

@@ -277,7 +277,7 @@ class BcpTrainerMixin(Trainer):
             return
         path = str(Path(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}"))
         is_new = path != self.state.best_model_checkpoint
-        if step == self.state.global_step or (is_new and saves.is_committed(path)):
+        if step == self.state.global_step or (is_new and saves.has_saved(path)):
             self.state.best_model_checkpoint = path
 
     # ---- Loading
@@ -296,7 +296,9 @@ class BcpTrainerMixin(Trainer):
             super()._load_best_model()  # the best step was saved before the mixin was used
 
     def _bcp_load_model(self, path: str, model: nn.Module | None) -> bool:
-        """Loads the model, on all ranks; returns False if the mixin has saved no checkpoint there."""
+        """Loads the model, on all ranks; returns False if no checkpoint of this library is committed there. Raises as
+        `find_record` for one that the mixin did not save.
+        """
         record = self._bcp_decide_together("looking at a checkpoint", partial(find_record, path)).record
         if record is None:
             return False

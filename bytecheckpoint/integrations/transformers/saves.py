@@ -70,7 +70,7 @@ class TrainerSaves:
         self._folders = on_rank_0(self._decisions, partial(_begun, run_dir, resumed))
         """None on other ranks."""
 
-    def is_committed(self, path: str) -> bool:
+    def has_saved(self, path: str) -> bool:
         """Returns True on all ranks if rank 0 finds a committed checkpoint at the path, or if the newest save is there,
         even if it is not committed yet.
         """

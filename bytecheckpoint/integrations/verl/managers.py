@@ -67,9 +67,9 @@ class BcpFSDPCheckpointManager(RoleManager, FSDPCheckpointManager):
         self._saves.settle()
         is_lora_only = bool(self.should_save_lora_only and self._has_lora())
         state = self._state(
-            is_model=self.should_save_model,
-            is_optimizer=self.should_save_optimizer,
-            is_extra=self.should_save_extra,
+            with_model=self.should_save_model,
+            with_optimizer=self.should_save_optimizer,
+            with_extra=self.should_save_extra,
             is_lora_only=is_lora_only,
         )
         with self._saving_nothing():
@@ -89,21 +89,21 @@ class BcpFSDPCheckpointManager(RoleManager, FSDPCheckpointManager):
 
     def _load(self, local_path: str) -> None:
         state = self._state(
-            is_model=self.should_load_model,
-            is_optimizer=self.should_load_optimizer,
-            is_extra=self.should_load_extra,
+            with_model=self.should_load_model,
+            with_optimizer=self.should_load_optimizer,
+            with_extra=self.should_load_extra,
             is_lora_only=bool(metadata_of(local_path).get(_LORA_ONLY, False)),
         )
         with self._parameters_named(state):
             self._saves.load(local_path, state)
 
-    def _state(self, *, is_model: bool, is_optimizer: bool, is_extra: bool, is_lora_only: bool) -> dict[str, Any]:
+    def _state(self, *, with_model: bool, with_optimizer: bool, with_extra: bool, is_lora_only: bool) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        if is_model:
+        if with_model:
             state["model"] = adapters_of(self.model) if is_lora_only else self.model
-        if is_optimizer:
+        if with_optimizer:
             state["optimizer"] = self.optimizer
-        if is_extra:
+        if with_extra:
             state["rng"] = RngState(elastic="keep")
             if self.lr_scheduler is not None:
                 state["scheduler"] = self.lr_scheduler

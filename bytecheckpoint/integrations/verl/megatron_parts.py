@@ -54,9 +54,9 @@ class BcpMegatronCheckpointManager(RoleManager, MegatronCheckpointManager):
         if self.should_save_extra:
             self._save_transformer_config(local_path)
         state = self._state(
-            is_model=self.should_save_model,
-            is_optimizer=self.should_save_optimizer,
-            is_extra=self.should_save_extra,
+            with_model=self.should_save_model,
+            with_optimizer=self.should_save_optimizer,
+            with_extra=self.should_save_extra,
             has_scheduler=self.should_save_optimizer,
         )
         self._saves.save(
@@ -72,21 +72,23 @@ class BcpMegatronCheckpointManager(RoleManager, MegatronCheckpointManager):
         if "hf_model" in self.checkpoint_load_contents and not (self.should_load_model or self.should_load_optimizer):
             self._load_model_as_hf_via_bridge(get_hf_model_checkpoint_path(local_path))
         state = self._state(
-            is_model=self.should_load_model,
-            is_optimizer=self.should_load_optimizer,
-            is_extra=self.should_load_extra,
+            with_model=self.should_load_model,
+            with_optimizer=self.should_load_optimizer,
+            with_extra=self.should_load_extra,
             has_scheduler=self.should_load_optimizer and self.use_checkpoint_opt_param_scheduler,
         )
         self._saves.load(local_path, state)
 
-    def _state(self, *, is_model: bool, is_optimizer: bool, is_extra: bool, has_scheduler: bool) -> dict[str, Any]:
+    def _state(
+        self, *, with_model: bool, with_optimizer: bool, with_extra: bool, has_scheduler: bool
+    ) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        if is_model or is_optimizer:  # the optimizer holds the master weights of the model
+        if with_model or with_optimizer:  # the optimizer holds the master weights of the model
             state["model"] = list(self.model)
-        if is_optimizer:
+        if with_optimizer:
             state["optimizer"] = self.optimizer
         if has_scheduler and self.lr_scheduler is not None:
             state["scheduler"] = self.lr_scheduler
-        if is_extra:
+        if with_extra:
             state["rng"] = RngState(elastic="keep")
         return state

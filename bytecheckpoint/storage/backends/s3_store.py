@@ -272,7 +272,7 @@ class S3Store:
         except FailedRequestError as failed:
             if is_no_upload(failed.error):  # it was aborted, and the answer was lost
                 return
-            reason = describe_safely(_message(failed), self._secrets)
+            reason = describe_safely(_described_error(failed), self._secrets)
             warnings.warn(
                 f"{self._shown}: an upload that fails cannot be cleaned up ({reason}), and what was sent of it stays "
                 "and is paid for: allow s3:AbortMultipartUpload, or let a lifecycle rule remove incomplete uploads",
@@ -338,7 +338,7 @@ class S3Store:
         try:
             yield
         except FailedRequestError as failed:
-            reason = describe_safely(_message(failed), self._secrets)
+            reason = describe_safely(_described_error(failed), self._secrets)
             error = to_store_error(failed, shown, doing=doing, reason=reason, service=self._requests.service)
             # A traceback prints the whole chain of errors, so a chain that repeats a credential is cut off.
             raise error from None if contains_secret(failed.error, self._secrets) else failed.error
@@ -372,6 +372,6 @@ def _check_credentials(options: Mapping[str, object]) -> None:
             raise TypeError(f"storage_options[{name!r}] is of type {type(given[name]).__name__}, and has to be a str")
 
 
-def _message(failed: FailedRequestError) -> Exception:
-    """Returns an exception with the service's message and the error's notes."""
+def _described_error(failed: FailedRequestError) -> Exception:
+    """Returns an exception for a message: it has the service's text and the notes of the error."""
     return Exception("; ".join([describe_s3(failed.error), *getattr(failed, "__notes__", ())]))
