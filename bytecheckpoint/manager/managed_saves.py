@@ -183,8 +183,8 @@ class ManagedSaves:
         began = self._owned.clock.now() if self._owned is not None else 0.0
         with ExitStack() as undo:
             if self._owned is not None:
-                self._owned.background.saves.begin()
-                undo.callback(self._owned.background.saves.end)
+                self._owned.background.begin_save(step)
+                undo.callback(self._owned.background.end_save, step)
             try:
                 handle = phases.run_save(
                     self._run.root,
@@ -205,7 +205,7 @@ class ManagedSaves:
             undo.pop_all()
         self.begun = BegunSave(step, began, handle, threading.Event())
         note = partial(self._note_outcome, step=step, metrics=checked, pin=pin)
-        handle.add_done_callback(partial(self._note_end, self.begun.is_noted, note))
+        handle.add_done_callback(partial(self._note_end, self.begun, note))
         return handle
 
     def _make_metadata(
@@ -310,13 +310,13 @@ class ManagedSaves:
             step=step,
         )
 
-    def _note_end(self, is_noted: threading.Event, note: Callable[[SaveHandle], object], handle: SaveHandle) -> None:
+    def _note_end(self, begun: BegunSave, note: Callable[[SaveHandle], object], handle: SaveHandle) -> None:
         if self._owned is not None:
-            self._owned.background.saves.end()
+            self._owned.background.end_save(begun.step)
         try:
             note(handle)
         finally:
-            is_noted.set()
+            begun.is_noted.set()
 
     def _note_outcome(self, handle: SaveHandle, *, step: int, metrics: Mapping[str, float], pin: bool) -> None:
         if (info := _committed(handle)) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from click.testing import CliRunner
 from manager.steps import read_steps, step_info
 
 import bytecheckpoint as bcp
-from bytecheckpoint import keep_policies, save_policies
-from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError
-from bytecheckpoint.manager import step_records
+from bytecheckpoint import api, keep_policies, save_policies
+from bytecheckpoint.errors import CheckpointExistsError, CheckpointNotFoundError, CheckpointSaveError
+from bytecheckpoint.manager import retention, step_records
 from bytecheckpoint.manager.after_commit import background
 from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, StepChange
 from bytecheckpoint.manager.ownership import Generation
@@ -24,10 +25,11 @@ from bytecheckpoint.saving import commit
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.layout import step_folder
 from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.store import Store
 from bytecheckpoint.tools.main import cli
 
 EVERY = save_policies.EverySteps(1)
-ALL = keep_policies.All()
+ALL, NEWEST = keep_policies.All(), keep_policies.Latest(1)
 OVERWRITE = bcp.SaveOptions(overwrite=True)
 
 
@@ -354,3 +356,81 @@ def test_marks_of_a_step_before_it_was_replaced_are_not_those_of_the_new_one(tmp
     new = step_info(3, metrics={"loss": 2.0}, save_id="of the new one")
     steps.add(new)
     assert steps.all() == [StoredStep(new, False, 0.0, False)]
+
+
+@pytest.fixture
+def deletion_of_2(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when the deletion of step 2 has read the manifest; the deletion goes on half a second later."""
+    begun, real = threading.Event(), retention._write_journal
+
+    def write(store: Store, name: str, journal: retention.DeletionJournal) -> None:
+        real(store, name, journal)
+        if journal.folder == step_folder(2):
+            begun.set()
+            threading.Event().wait(0.5)
+
+    monkeypatch.setattr(retention, "_write_journal", write)
+    return begun
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_deletion_of_a_step_takes_nothing_of_the_next_save_of_it(
+    tmp_path: Path, deletion_of_2: threading.Event, is_async: bool
+) -> None:
+    with manager_at(tmp_path, keep=NEWEST, async_save=is_async) as manager:
+        manager.save(1, state_at(1), pin=True)
+        for step in (2, 3):
+            manager.save(step, state_at(step))
+        assert deletion_of_2.wait(60)
+        manager.restore(state_at(0), step=1)
+        manager.save(2, state_at(2.5))
+        manager.wait()
+        assert manager.latest() == 2
+    assert value_of(tmp_path, 2) == 2.5
+
+
+def test_a_restore_waits_for_the_deletion_of_its_step_and_then_changes_nothing(
+    tmp_path: Path, deletion_of_2: threading.Event
+) -> None:
+    state = state_at(0)
+    with manager_at(tmp_path, keep=NEWEST) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_at(step))
+        assert deletion_of_2.wait(60)
+        with pytest.raises(CheckpointNotFoundError, match="there is no step 2"):
+            manager.restore(state, step=2)
+        assert manager.latest() == 3
+    assert not state["weight"].any()
+
+
+def test_a_step_whose_deletion_was_decided_stays_if_it_is_restored_before_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_decided, is_loading, is_deleted = threading.Event(), threading.Event(), threading.Event()
+    real_look, real_load, real_delete = Generation.is_newest, api.load, background.delete_steps
+
+    def look(generation: Generation) -> bool:
+        is_decided.set()
+        assert is_loading.wait(60)
+        return real_look(generation)
+
+    def load(*args: Any, **options: Any) -> Any:
+        is_loading.set()
+        is_deleted.wait(0.5)  # before a file is read
+        return real_load(*args, **options)
+
+    def delete(*args: Any, **options: Any) -> Any:
+        found = real_delete(*args, **options)
+        is_deleted.set()
+        return found
+
+    with manager_at(tmp_path, keep=NEWEST) as manager:
+        manager.save(1, state_at(1))
+        monkeypatch.setattr(Generation, "is_newest", look)
+        monkeypatch.setattr(api, "load", load)
+        monkeypatch.setattr(background, "delete_steps", delete)
+        manager.save(2, state_at(2))
+        assert is_decided.wait(60)
+        assert manager.restore(state_at(0), step=1) is not None
+        manager.wait()
+        assert manager.steps() == [1, 2]

@@ -79,6 +79,11 @@ class Background:
         """Steps that stay until the next restore of this manager, each with the reason."""
         self.replaced: set[str] = set()
         """Save ids of checkpoints that saves of this manager replace."""
+        self._use = threading.Condition()
+        """Guards the two below; notified when the deletion of a step has ended."""
+        self._deleting: int | None = None
+        self._saving: set[int] = set()
+        """Steps whose saves are in flight: the deletion of what one replaces would take the new manifest."""
         self._restore_notes = threading.Lock()
         """Held while a note is written or all are deleted: the last deletion takes the folder, under a write to it."""
         self._lease_ends_at = math.inf
@@ -127,8 +132,25 @@ class Background:
         self._commits.append(commit)
         self._work.ask()
 
+    def begin_save(self, step: int) -> None:
+        """Notes that a save of the step begins: no deletion of it begins before `end_save`. Waits for one under way."""
+        with self._use:
+            self._use.wait_for(lambda: self._deleting != step)
+            self._saving.add(step)
+        self.saves.begin()
+
+    def end_save(self, step: int) -> None:
+        """Notes that a save has ended, with or without an error."""
+        self._saving.discard(step)
+        self.saves.end()
+
     def note_restore(self, step: int) -> None:
-        """Notes in the store that a restore of the step begins."""
+        """Notes, also in the store, that a restore of the step begins: no deletion of it begins before another step is
+        restored. Waits for one under way, after which the step cannot be loaded.
+        """
+        with self._use:
+            self._use.wait_for(lambda: self._deleting != step)
+            self._held = {**self._held, step: "restored"}
         with self._restore_notes:
             note_restore(self._store, step, time=self._clock.now())
 
@@ -260,11 +282,20 @@ class Background:
             self._let_saves_go_first()
             if not self._generation.is_newest():
                 return
-            if info.step not in self._held:  # it may have been restored since
-                self._delete(info, now)
+            self._delete(info, now)
 
     def _delete(self, info: StepInfo, now: float) -> None:
-        stays = delete_steps(self._store, [info], now=now, pace=self._pace, on_damaged=self._warn_of_damaged)
+        """Deletes a step, unless it has been restored, or its next save begun, since that was decided."""
+        with self._use:
+            if info.step in self._held or info.step in self._saving:
+                return
+            self._deleting = info.step
+        try:
+            stays = delete_steps(self._store, [info], now=now, pace=self._pace, on_damaged=self._warn_of_damaged)
+        finally:
+            with self._use:
+                self._deleting = None
+                self._use.notify_all()
         if not stays:
             self.steps.remove(info)
         elif stays[info.step] == REPLACED:
