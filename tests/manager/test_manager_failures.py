@@ -690,3 +690,24 @@ def test_continuous_goes_on_after_a_save_that_failed(tmp_path: Path, monkeypatch
         assert manager.save(2, state_at(2)) is not None
         manager.wait()
     assert bcp.steps(tmp_path) == [2]
+
+
+def test_a_full_disk_on_which_no_record_has_room_is_freed_by_deletions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        bcp.save(tmp_path, state_at(step), step=step)
+    real = LocalStore.write
+
+    def write(store: LocalStore, name: str, blocks: Sequence[Any], *, replace: bool) -> None:
+        if "/metrics/" in name and bcp.steps(tmp_path) != [3]:
+            raise CheckpointSaveError("the disk is full", kind="no_space")
+        real(store, name, blocks, replace=replace)
+
+    monkeypatch.setattr(LocalStore, "write", write)
+    monkeypatch.setattr(background, "_FAILING_S", 0.2)
+    with bcp.CheckpointManager(tmp_path, save=EVERY, keep=NEWEST) as manager:
+        manager.save(3, state_at(3))
+        manager.wait()
+        assert manager.steps() == [3]
+    assert list((tmp_path / step_folder(3) / "metrics").iterdir())

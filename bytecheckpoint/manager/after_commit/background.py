@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from bytecheckpoint.errors import CheckpointError, StorageError
+from bytecheckpoint.errors import CheckpointError, CheckpointSaveError, StorageError
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.abandoned_steps import Branch
 from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, StepChange
@@ -71,7 +71,7 @@ class Background:
         self._work = RetriedWork("bcp-manager", self._catch_up, what=f"the background work in {self._store}")
         self._second: SecondRoot | None = None
         self.saves = OngoingSaves()
-        self._pauses = SavePauses(self.saves, meanwhile=self._record_commits)
+        self._pauses = SavePauses(self.saves, meanwhile=self._try_to_record)
         self._pace = DeletionPace(self._let_saves_go_first)
         self.steps = KnownSteps(self._store)
         """Committed steps."""
@@ -214,7 +214,7 @@ class Background:
 
     def _catch_up(self) -> None:
         """Records commits, finishes the deletions of an attempt that has failed, then makes those that are due."""
-        self._record_commits()
+        self._try_to_record()
         if self._may_be_half_deleted:
             finish_deletions(self._store, now=self._clock.now(), pace=self._pace)  # first: it may bring a step back
             if self._reads_steps:
@@ -227,17 +227,27 @@ class Background:
             with self._restore_notes:
                 forget_restores(self._store, None)
             self._delete_earlier_logs()
-            self._record_earlier()
-            self._is_first = False
         self._may_be_half_deleted = True
         self._delete_due()
         self._may_be_half_deleted = False
+        self._record_commits()
+        if self._is_first:
+            self._record_earlier()
+            self._is_first = False
         self._pauses.catch_up()
 
     def _let_saves_go_first(self) -> None:
         self._work.note_progress()
-        self._record_commits()
+        self._try_to_record()
         self._pauses.pause()
+
+    def _try_to_record(self) -> None:
+        """Records commits, unless there is no space: deletions make some."""
+        try:
+            self._record_commits()
+        except CheckpointSaveError as error:
+            if error.kind != "no_space":
+                raise
 
     def _record_commits(self) -> None:
         """Writes the records of new commits, calls their `on_save`, and wakes the copies."""
