@@ -37,7 +37,7 @@ from bytecheckpoint.manager.ownership import Generation
 from bytecheckpoint.manager.retention import PINNED, protection_of
 from bytecheckpoint.manager.stats import Goodput
 from bytecheckpoint.manager.step_info import StepInfo
-from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.saving.handle import SaveHandle, failed_save
 from bytecheckpoint.saving.target import SaveOwner
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.deletion import LEASES_FOLDER
@@ -175,8 +175,10 @@ class ManagedSaves:
         pin: bool,
         is_stopping: bool,
     ) -> SaveHandle | None:
-        """Begins the save of a step. Returns None if it failed at once and `on_failed_save` lets training go on."""
-        options = self._options.save
+        """Begins the save of a step. If it fails at once and `on_failed_save` lets training go on, returns None for a
+        synchronous save, which fails on all ranks, else a handle that fails: other ranks may have one by now.
+        """
+        options, is_async = self._options.save, self._options.async_save and not is_stopping
         checked: dict[str, float] = {}
         if step in self.abandoned:
             options = replace(options, overwrite=True)
@@ -191,7 +193,7 @@ class ManagedSaves:
                     state,
                     self._run.framework,
                     step=step,
-                    async_save=self._options.async_save and not is_stopping,
+                    async_save=is_async,
                     process_group=self._run.group,
                     make_metadata=partial(self._make_metadata, step, metadata, metrics, checked),
                     storage_options=self._run.storage_options,
@@ -199,9 +201,11 @@ class ManagedSaves:
                     owner=self._owner(step, pin=pin),
                 )
             except CheckpointError as error:
-                self._goodput.failed()
-                self._fail(error)
-                return None
+                if not is_async or self._is_raised(error):
+                    self._goodput.failed()
+                    self._fail(error)
+                    return None
+                handle = failed_save(error, options)
             undo.pop_all()
         self.begun = BegunSave(step, began, handle, threading.Event())
         note = partial(self._note_outcome, step=step, metrics=checked, pin=pin)
@@ -332,16 +336,8 @@ class ManagedSaves:
         if self._owned is not None:
             logger.info("%s", line)
             seconds = {name: info.seconds[name] for name in ("stall", "total") if name in info.seconds}
-            step_info = StepInfo(
-                step,
-                self._owned.clock.now(),
-                metrics,
-                seconds,
-                pin,
-                True,
-                save_id=info.save_id,
-                num_bytes=info.num_bytes,
-            )
+            now = self._owned.clock.now()
+            step_info = StepInfo(step, now, metrics, seconds, pin, True, save_id=info.save_id, num_bytes=info.num_bytes)
             on_save = self._options.on_save and partial(self._options.on_save, self._goodput.stats())
             self._owned.background.add(Commit(step_info, on_save))
 
@@ -384,12 +380,14 @@ class ManagedSaves:
         root, and the last of `max_failed_saves` failures in a row are always raised.
         """
         self._num_failed_in_a_row += 1
-        is_final = isinstance(error, CheckpointMismatchError | CheckpointExistsError) or error.kind == "superseded"
-        if is_final or self._options.on_failed_save == "raise":
-            raise error
-        if self._num_failed_in_a_row >= self._options.max_failed_saves:
+        if self._is_raised(error) or self._num_failed_in_a_row >= self._options.max_failed_saves:
             raise error
         logger.warning("a save failed, %d in a row, and training goes on: %s", self._num_failed_in_a_row, error)
+
+    def _is_raised(self, error: CheckpointError) -> bool:
+        """Returns True if the error of a save is raised however few have failed in a row."""
+        is_final = isinstance(error, CheckpointMismatchError | CheckpointExistsError) or error.kind == "superseded"
+        return is_final or self._options.on_failed_save == "raise"
 
 
 def _committed(handle: SaveHandle) -> CheckpointInfo | None:

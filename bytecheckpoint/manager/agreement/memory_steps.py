@@ -23,7 +23,7 @@ from bytecheckpoint.manager.save_policies import EverySteps, SavePolicy
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.options import LoadOptions, Memory, given_or_default
 from bytecheckpoint.runtime.integers import integer_of
-from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.saving.handle import SaveHandle, failed_save
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -104,7 +104,7 @@ class MemorySteps:
         return bool(self._policy.due(now, held))
 
     def save(self, step: int, state: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> SaveHandle | None:
-        """Begins to save a step to memory. Returns None if that failed at once and `on_failed_save` is "warn"."""
+        """Begins to save a step to memory. Returns None, or a handle that fails, as ManagedSaves.begin does."""
         self._saves.settle()
         options = self._options.save
         if step in self._saves.abandoned:
@@ -125,8 +125,10 @@ class MemorySteps:
                 to="memory",
             )
         except CheckpointError as error:
-            self._fail(error)
-            return None
+            if not self._options.async_save or self._options.on_failed_save == "raise":
+                self._fail(error)
+                return None
+            self._handle = failed_save(error, options)  # as on ranks where it fails later
         stall_s = time.monotonic() - began
         self._held_before = self._held
         self._held = [StepInfo(step, now, {}, {"stall": stall_s}, pinned=False, committed=True)]
