@@ -126,6 +126,15 @@ class LogWriter:
         self._work.close()
 
     def _catch_up(self) -> None:
+        try:
+            self._write_all()
+        finally:  # also where there is no space to write: this makes some
+            while self._unneeded:
+                self._store.delete(self._unneeded[0])
+                self._unneeded.pop(0)
+                self._work.note_progress()
+
+    def _write_all(self) -> None:
         while (item := self._next()) is not None:
             name, record = item
             try:
@@ -138,10 +147,6 @@ class LogWriter:
                 raise
             self._work.note_progress()
             self._note_written(name, record.step)
-        while self._unneeded:
-            self._store.delete(self._unneeded[0])
-            self._unneeded.pop(0)
-            self._work.note_progress()
 
     def _next(self) -> tuple[str, LogRecord] | None:
         with self._lock:
