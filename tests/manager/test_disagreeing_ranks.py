@@ -174,3 +174,15 @@ def test_ranks_go_on_alike_after_a_save_that_failed_at_once_on_one_of_them(
         assert error is not None
         assert error.ranks == (1,)
     assert 3 in bcp.steps(tmp_path)
+
+
+def restore_with_no_state_on_rank_1(rank: int, world_size: int, path: str) -> tuple[Seen | None, bool]:
+    with manager_at(path) as manager:
+        return timed(lambda: manager.restore({} if rank == 0 else None))  # type: ignore[arg-type]
+
+
+def test_a_fresh_start_with_a_state_that_is_none_on_one_rank_fails_on_all(workers: WorkerPool, tmp_path: Path) -> None:
+    for error, is_soon in workers.run(restore_with_no_state_on_rank_1, str(tmp_path), world_size=2):
+        assert error is not None
+        assert error.ranks == (1,)
+        assert is_soon

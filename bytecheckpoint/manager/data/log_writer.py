@@ -42,7 +42,7 @@ class LogWriter:
     def __init__(self, generation: Generation, *, rank: int, num_ranks: int, timeout_s: float) -> None:
         self._generation = generation
         self._store = generation.store
-        self._rank, self._num_ranks = rank, num_ranks
+        self.rank, self._num_ranks = rank, num_ranks
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._branch = 0
@@ -67,7 +67,7 @@ class LogWriter:
         with self._lock:
             if self._is_superseded or record.step <= self._committed:
                 return
-            self._waiting.append((object_name(self.folder, record.step, self._rank, self._num_ranks), record))
+            self._waiting.append((object_name(self.folder, record.step, self.rank, self._num_ranks), record))
             while len(self._waiting) > _MAX_WAITING:
                 self._waiting.popleft()
         self._work.ask()
