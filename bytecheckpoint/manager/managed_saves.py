@@ -315,11 +315,11 @@ class ManagedSaves:
         )
 
     def _note_end(self, begun: BegunSave, note: Callable[[SaveHandle], object], handle: SaveHandle) -> None:
-        if self._owned is not None:
-            self._owned.background.end_save(begun.step)
         try:
             note(handle)
         finally:
+            if self._owned is not None:
+                self._owned.background.end_save(begun.step)
             begun.is_noted.set()
 
     def _note_outcome(self, handle: SaveHandle, *, step: int, metrics: Mapping[str, float], pin: bool) -> None:

@@ -23,6 +23,7 @@ from bytecheckpoint.manager.ownership import Generation
 from bytecheckpoint.manager.step_records import StoredStep
 from bytecheckpoint.saving import commit
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.layout import step_folder
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.store import Store
@@ -356,6 +357,25 @@ def test_marks_of_a_step_before_it_was_replaced_are_not_those_of_the_new_one(tmp
     new = step_info(3, metrics={"loss": 2.0}, save_id="of the new one")
     steps.add(new)
     assert steps.all() == [StoredStep(new, False, 0.0, False)]
+
+
+def test_a_step_that_another_program_deletes_is_known_if_it_is_saved_again_before_that_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_three(tmp_path)
+    store = open_store(tmp_path, storage_options=None, writer_threads=1)
+    steps, real = KnownSteps(store), LocalStore.list
+    (before,) = [step.info for step in steps.all() if step.info.step == 2]
+    bcp.delete(tmp_path, step=2)
+
+    def list_and_save(store: LocalStore, folder: str) -> Any:
+        found = real(store, folder)
+        steps.add(step_info(2, save_id="another"))
+        return found
+
+    monkeypatch.setattr(LocalStore, "list", list_and_save)
+    steps.drop_deleted()
+    assert [step.info.save_id for step in steps.all() if step.info.step == 2] == ["another"] != [before.save_id]
 
 
 @pytest.fixture

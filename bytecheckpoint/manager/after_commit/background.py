@@ -302,17 +302,17 @@ class Background:
             self._deleting = info.step
         try:
             stays = delete_steps(self._store, [info], now=now, pace=self._pace, on_damaged=self._warn_of_damaged)
+            if not stays:
+                self.steps.remove(info)
+            elif stays[info.step] == REPLACED:
+                self.steps.read_again(info.step)
+            else:
+                until = step_records.leased_until(self._store, step_folder(info.step))
+                self._lease_ends_at = min(self._lease_ends_at, until if until > now else math.inf)
         finally:
             with self._use:
                 self._deleting = None
                 self._use.notify_all()
-        if not stays:
-            self.steps.remove(info)
-        elif stays[info.step] == REPLACED:
-            self.steps.read_again(info.step)
-        else:
-            until = step_records.leased_until(self._store, step_folder(info.step))
-            self._lease_ends_at = min(self._lease_ends_at, until if until > now else math.inf)
 
     def _warn_of_damaged(self, step: int, error: CheckpointError) -> None:
         if step not in self._damaged:
