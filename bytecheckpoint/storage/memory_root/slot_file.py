@@ -125,7 +125,7 @@ class Slot:
         if self._memory is not None and len(self._memory) >= num_bytes:
             return
         self._memory = None  # before the file grows; views of it keep the old mapping
-        fd, held_bytes = os.open(self.path, os.O_RDWR | os.O_CLOEXEC), self.capacity
+        held_bytes, fd = self.capacity, os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             # Hazard: without it, a store into a page for which tmpfs has no room kills the process.
             _allocate(fd, num_bytes)
