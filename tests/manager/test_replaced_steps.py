@@ -378,6 +378,23 @@ def test_a_step_that_another_program_deletes_is_known_if_it_is_saved_again_befor
     assert [step.info.save_id for step in steps.all() if step.info.step == 2] == ["another"] != [before.save_id]
 
 
+def test_an_abandoned_step_that_is_deleted_while_it_is_looked_at_is_not_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_three(tmp_path)
+    real = layout.committed_save_id
+
+    def read(store: Store, folder: str) -> str:
+        if folder == step_folder(3):
+            shutil.rmtree(tmp_path / folder, ignore_errors=True)
+        return real(store, folder)
+
+    with manager_at(tmp_path) as manager:
+        manager.restore(state_at(0), step=1)
+        monkeypatch.setattr(layout, "committed_save_id", read)
+        assert manager.latest() == 1
+
+
 @pytest.fixture
 def deletion_of_2(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when the deletion of step 2 has read the manifest; the deletion goes on half a second later."""
