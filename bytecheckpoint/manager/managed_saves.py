@@ -30,6 +30,7 @@ from bytecheckpoint.manager.abandoned_steps import Branch, write_branch
 from bytecheckpoint.manager.after_commit.background import Background, Commit
 from bytecheckpoint.manager.after_commit.step_marks import StepMarks, end_pin_ahead, pin_ahead
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
+from bytecheckpoint.manager.agreement.failed_save import failed_save
 from bytecheckpoint.manager.data.log_writer import LogWriter
 from bytecheckpoint.manager.data.prepared_state import PreparedState
 from bytecheckpoint.manager.options import ManagerOptions
@@ -37,7 +38,7 @@ from bytecheckpoint.manager.ownership import Generation
 from bytecheckpoint.manager.retention import PINNED, protection_of
 from bytecheckpoint.manager.stats import Goodput
 from bytecheckpoint.manager.step_info import StepInfo
-from bytecheckpoint.saving.handle import SaveHandle, failed_save
+from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.saving.target import SaveOwner
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.deletion import LEASES_FOLDER

@@ -9,11 +9,10 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import Literal, NoReturn
+from typing import Literal
 
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError, with_causes
 from bytecheckpoint.info import CheckpointInfo, LocalInfo
-from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.runtime.notebook_html import facts_html
 from bytecheckpoint.runtime.progress import Progress, ProgressMeter
 from bytecheckpoint.runtime.reentrancy import awaited_threads, is_refusal
@@ -141,19 +140,6 @@ def has_failed(handle: SaveHandle) -> bool:
     the error as seen by the caller, so the next save still raises it.
     """
     return handle._progress.outcome.exception() is not None
-
-
-def failed_save(error: CheckpointError, options: SaveOptions) -> SaveHandle:
-    """Returns the handle of a save that has failed with this error on this rank, before the rank had one."""
-
-    def fail() -> NoReturn:
-        raise error
-
-    path, is_staged, is_held = error.path or "", options.local_stage is not None, options.memory is not None
-    meter = ProgressMeter(path, 0, "save", None)
-    progress = SaveProgress(path, meter, is_staged=is_staged, is_held=is_held)
-    progress.run(fail, ExitStack())
-    return SaveHandle(progress)
 
 
 class SaveProgress:

@@ -16,6 +16,7 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.manager import abandoned_steps, save_policies
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
+from bytecheckpoint.manager.agreement.failed_save import failed_save
 from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves
 from bytecheckpoint.manager.options import ManagerOptions, is_policy
 from bytecheckpoint.manager.restore import is_latest
@@ -23,7 +24,7 @@ from bytecheckpoint.manager.save_policies import EverySteps, SavePolicy
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.options import LoadOptions, Memory, given_or_default
 from bytecheckpoint.runtime.integers import integer_of
-from bytecheckpoint.saving.handle import SaveHandle, failed_save
+from bytecheckpoint.saving.handle import SaveHandle
 
 logger = logging.getLogger("bytecheckpoint")
 
