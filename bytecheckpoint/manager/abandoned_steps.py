@@ -114,7 +114,8 @@ def newest_steps(store: Store, branch: Branch | None = None) -> Iterator[int]:
     """
     abandoned_ids = (read_branch(store) if branch is None else branch).abandoned
     for step in layout.newest_steps(store):
-        if step not in abandoned_ids or _save_id_or_damaged(store, step) != abandoned_ids[step]:
+        # Without a save id it has been deleted since the look.
+        if step not in abandoned_ids or _save_id_or_damaged(store, step) not in {"", abandoned_ids[step]}:
             yield step
 
 

@@ -30,6 +30,7 @@ from bytecheckpoint.manager.abandoned_steps import Branch, write_branch
 from bytecheckpoint.manager.after_commit.background import Background, Commit
 from bytecheckpoint.manager.after_commit.step_marks import StepMarks, end_pin_ahead, pin_ahead
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
+from bytecheckpoint.manager.agreement.failed_save import failed_save
 from bytecheckpoint.manager.data.log_writer import LogWriter
 from bytecheckpoint.manager.data.prepared_state import PreparedState
 from bytecheckpoint.manager.options import ManagerOptions
@@ -175,23 +176,25 @@ class ManagedSaves:
         pin: bool,
         is_stopping: bool,
     ) -> SaveHandle | None:
-        """Begins the save of a step. Returns None if it failed at once and `on_failed_save` lets training go on."""
-        options = self._options.save
+        """Begins the save of a step. If it fails at once and `on_failed_save` lets training go on, returns None for a
+        synchronous save, which fails on all ranks, else a handle that fails: other ranks may have one by now.
+        """
+        options, is_async = self._options.save, self._options.async_save and not is_stopping
         checked: dict[str, float] = {}
         if step in self.abandoned:
             options = replace(options, overwrite=True)
         began = self._owned.clock.now() if self._owned is not None else 0.0
         with ExitStack() as undo:
             if self._owned is not None:
-                self._owned.background.saves.begin()
-                undo.callback(self._owned.background.saves.end)
+                self._owned.background.begin_save(step)
+                undo.callback(self._owned.background.end_save, step)
             try:
                 handle = phases.run_save(
                     self._run.root,
                     state,
                     self._run.framework,
                     step=step,
-                    async_save=self._options.async_save and not is_stopping,
+                    async_save=is_async,
                     process_group=self._run.group,
                     make_metadata=partial(self._make_metadata, step, metadata, metrics, checked),
                     storage_options=self._run.storage_options,
@@ -199,13 +202,15 @@ class ManagedSaves:
                     owner=self._owner(step, pin=pin),
                 )
             except CheckpointError as error:
-                self._goodput.failed()
-                self._fail(error)
-                return None
+                if not is_async or self._is_raised(error):
+                    self._goodput.failed()
+                    self._fail(error)
+                    return None
+                handle = failed_save(error, options)
             undo.pop_all()
         self.begun = BegunSave(step, began, handle, threading.Event())
         note = partial(self._note_outcome, step=step, metrics=checked, pin=pin)
-        handle.add_done_callback(partial(self._note_end, self.begun.is_noted, note))
+        handle.add_done_callback(partial(self._note_end, self.begun, note))
         return handle
 
     def _make_metadata(
@@ -310,13 +315,13 @@ class ManagedSaves:
             step=step,
         )
 
-    def _note_end(self, is_noted: threading.Event, note: Callable[[SaveHandle], object], handle: SaveHandle) -> None:
-        if self._owned is not None:
-            self._owned.background.saves.end()
+    def _note_end(self, begun: BegunSave, note: Callable[[SaveHandle], object], handle: SaveHandle) -> None:
         try:
             note(handle)
         finally:
-            is_noted.set()
+            if self._owned is not None:
+                self._owned.background.end_save(begun.step)
+            begun.is_noted.set()
 
     def _note_outcome(self, handle: SaveHandle, *, step: int, metrics: Mapping[str, float], pin: bool) -> None:
         if (info := _committed(handle)) is None:
@@ -332,16 +337,8 @@ class ManagedSaves:
         if self._owned is not None:
             logger.info("%s", line)
             seconds = {name: info.seconds[name] for name in ("stall", "total") if name in info.seconds}
-            step_info = StepInfo(
-                step,
-                self._owned.clock.now(),
-                metrics,
-                seconds,
-                pin,
-                True,
-                save_id=info.save_id,
-                num_bytes=info.num_bytes,
-            )
+            now = self._owned.clock.now()
+            step_info = StepInfo(step, now, metrics, seconds, pin, True, save_id=info.save_id, num_bytes=info.num_bytes)
             on_save = self._options.on_save and partial(self._options.on_save, self._goodput.stats())
             self._owned.background.add(Commit(step_info, on_save))
 
@@ -384,12 +381,14 @@ class ManagedSaves:
         root, and the last of `max_failed_saves` failures in a row are always raised.
         """
         self._num_failed_in_a_row += 1
-        is_final = isinstance(error, CheckpointMismatchError | CheckpointExistsError) or error.kind == "superseded"
-        if is_final or self._options.on_failed_save == "raise":
-            raise error
-        if self._num_failed_in_a_row >= self._options.max_failed_saves:
+        if self._is_raised(error) or self._num_failed_in_a_row >= self._options.max_failed_saves:
             raise error
         logger.warning("a save failed, %d in a row, and training goes on: %s", self._num_failed_in_a_row, error)
+
+    def _is_raised(self, error: CheckpointError) -> bool:
+        """Returns True if the error of a save is raised however few have failed in a row."""
+        is_final = isinstance(error, CheckpointMismatchError | CheckpointExistsError) or error.kind == "superseded"
+        return is_final or self._options.on_failed_save == "raise"
 
 
 def _committed(handle: SaveHandle) -> CheckpointInfo | None:

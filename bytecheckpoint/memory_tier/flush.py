@@ -130,15 +130,16 @@ def flush(path: str, roots: Sequence[str], *, storage_options: Mapping[str, Any]
     """
     store = open_store(path, storage_options=storage_options, writer_threads=_WRITERS)
     jobs = [job for root in _distinct(roots) if (job := find_job(root, real_location(store, ""))) is not None]
-    versions = [version for job in jobs for version in _versions(job)]
-    if not versions:
-        raise CheckpointNotFoundError(
-            f"no memory checkpoint of {store} is in {', '.join(roots)}; nothing was uploaded: run it on the hosts of "
-            "the job, as its user, with the path that was given to save, and its Memory(root=...) as --memory-root",
-            kind="not_found",
-            path=str(store),
-        )
     with _locked(jobs, str(store)):
+        versions = [version for job in jobs for version in _versions(job)]
+        if not versions:
+            raise CheckpointNotFoundError(
+                f"no memory checkpoint of {store} is in {', '.join(roots)}; nothing was uploaded: run it on the hosts "
+                "of the job, as its user, with the path that was given to save, and its Memory(root=...) as "
+                "--memory-root",
+                kind="not_found",
+                path=str(store),
+            )
         outcomes = []
         for version in _versions_to_upload(versions):
             outcomes.append(_upload_version(store, version, jobs))

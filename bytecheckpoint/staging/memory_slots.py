@@ -58,9 +58,9 @@ class JobMemory:
         """Ids of doubted saves that are complete nowhere."""
         self._generation = self._number = 0
         """The highest that any rank was seen to know."""
-        self.opens_generation = True
-        """True if the next memory save begins a new generation: no save of this process is complete in memory yet, or
-        none since its last load.
+        self.opens_generation, self._is_left = True, False
+        """The first: True if the next memory save begins a new generation: of this process, memory has no complete save
+        yet that began after its last load. The second: True if a load came after the newest save began.
         """
         self._present: set[int] | None = None
         """Steps with a folder at the path, as far as the coordinator knows; None before it has looked."""
@@ -72,7 +72,7 @@ class JobMemory:
         """Lets `take` choose slots for a new save, and forgets those that somebody has deleted. Hazard: without this
         call before each save, `take` overwrites the slot of the save before, even if that is complete.
         """
-        self._filling = None
+        self._filling, self._is_left = None, False
         self._forget_lost()
         self.copies.begin_save()
         self.parity.begin_save()
@@ -174,15 +174,16 @@ class JobMemory:
         self._generation, self._number = max(self._generation, generation), max(self._number, number)
 
     def note_complete(self, record: VersionRecord) -> None:
-        """Notes the newest complete version, whose generation later saves keep until the next load."""
-        self._generation, self._number, self.opens_generation = record.generation, record.number, False
+        """Notes the newest complete version. Later saves keep its generation, unless a load came after it began."""
+        self.note_seen(record.generation, record.number)
+        self.opens_generation = self._is_left
 
     def note_load(self, generation: int = 0) -> None:
         """Notes that training goes on from a loaded checkpoint of this generation: the next save begins a higher one,
         also where this host has lost its memory and the newest step at the path is of a branch that training left.
         """
         self.note_seen(generation, 0)
-        self.opens_generation = True
+        self.opens_generation = self._is_left = True
 
     def warn_once(self, message: str, *, is_reporter: bool) -> None:
         """Issues a warning once in the process, on the rank that reports it."""

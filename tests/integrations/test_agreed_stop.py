@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 import bytecheckpoint as bcp
-from bytecheckpoint.integrations.shared import agreed_stop
 from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
+from bytecheckpoint.manager.agreement import stopping
 from distributed.workers import WorkerPool
 
 
-def test_a_stop_that_ranks_cannot_join_leaves_no_signal_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> object:
-        raise bcp.CheckpointError("rank 1 is gone", kind="rank_missing")
+@pytest.mark.parametrize("begin", [AgreedStop, bcp.CheckpointManager])
+def test_a_stop_that_ranks_cannot_join_leaves_no_signal_handler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, begin: Callable[[Path], object]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(agreed_stop, "join_stop", refuse)
-    with pytest.raises(bcp.CheckpointError, match="rank 1 is gone"):
-        AgreedStop("run", signals=("SIGTERM",), timeout_s=10.0)
+    monkeypatch.setattr(stopping, "SoleStop", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        begin(tmp_path)
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -256,6 +256,30 @@ def test_a_write_that_fails_while_training_leaves_its_branch_is_not_made_again(
     assert log_objects(tmp_path) == []
 
 
+def test_a_full_disk_is_freed_of_positions_that_a_commit_covers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retried_work, "_SHORTEST_PAUSE_S", 0.01)
+    real, trainer = LocalStore.write, Trainer()
+
+    def write(store: LocalStore, name: str, *arguments: Any, **names: Any) -> None:
+        if "data_log" in name and any("00000003-" in logged for logged in log_objects(tmp_path)):
+            raise CheckpointSaveError("the disk is full", kind="no_space")
+        real(store, name, *arguments, **names)
+
+    with manager_at(tmp_path) as manager:
+        trainer.take()
+        manager.log_data(3, trainer.state)
+        manager.wait()
+        monkeypatch.setattr(LocalStore, "write", write)
+        manager.log_data(4, trainer.state)
+        manager.save(5, trainer.state)
+        manager.log_data(6, trainer.state)
+        manager.wait()  # until the first attempt has failed
+        manager.wait()
+        assert [logged.step for logged in manager.data_log()] == [6]
+
+
 def test_a_damaged_entry_counts_as_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = Trainer()
     with manager_at(tmp_path) as manager:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from faults.seams import Seen, seen
 
 import bytecheckpoint as bcp
 from bytecheckpoint import save_policies
+from bytecheckpoint.saving import prepare
 from distributed.workers import WorkerPool
 
 OPTIONS = bcp.SaveOptions(timeout_s=60)
@@ -130,3 +132,57 @@ def test_a_root_that_one_rank_cannot_open_fails_on_all(workers: WorkerPool, tmp_
         assert "storage_options" in error.message
         assert is_soon
     assert not (tmp_path / "a").exists()
+
+
+def refuse(*_: object, **__: object) -> Any:
+    raise MemoryError("no memory")
+
+
+def fail_on_rank_1(rank: int, world_size: int, path: str, snapshot: Any) -> tuple[bool, bool, Seen | None, int]:
+    """The first save that can fails at once on rank 1 alone: its state is not finite, or it has no memory for it."""
+    save = replace(OPTIONS, snapshot=snapshot, check_finite="refuse")
+    options = bcp.ManagerOptions(signals=(), save=save, on_failed_save="warn")
+    model, real = torch.nn.Linear(2, 2), prepare.new_snapshot
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.zero_()
+    with bcp.CheckpointManager(path, save=save_policies.EverySteps(1), options=options) as manager:
+        if snapshot == "lazy":
+            manager.save(1, {"model": model})
+            manager.wait()
+            model.weight.data[0] = float("nan") if rank == 1 else 0.0
+        elif rank == 1:
+            prepare.new_snapshot = refuse
+        try:
+            has_handle = manager.save(2, {"model": model}) is not None
+        finally:
+            prepare.new_snapshot = real
+        model.weight.data[0] = 0.0
+        is_due = manager.due(2)
+        error = seen(lambda: manager.report(2, {"loss": 1.0}))
+        manager.save(3, {"model": model})
+        manager.wait()
+        return has_handle, is_due, error, manager.stats().num_failed_saves
+
+
+@pytest.mark.parametrize("snapshot", ["lazy", "copy"])
+def test_ranks_go_on_alike_after_a_save_that_failed_at_once_on_one_of_them(
+    workers: WorkerPool, tmp_path: Path, snapshot: str
+) -> None:
+    for has_handle, is_due, error, num_failed in workers.run(fail_on_rank_1, str(tmp_path), snapshot, world_size=2):
+        assert (has_handle, is_due, num_failed) == (True, False, 1)
+        assert error is not None
+        assert error.ranks == (1,)
+    assert 3 in bcp.steps(tmp_path)
+
+
+def restore_with_no_state_on_rank_1(rank: int, world_size: int, path: str) -> tuple[Seen | None, bool]:
+    with manager_at(path) as manager:
+        return timed(lambda: manager.restore({} if rank == 0 else None))  # type: ignore[arg-type]
+
+
+def test_a_fresh_start_with_a_state_that_is_none_on_one_rank_fails_on_all(workers: WorkerPool, tmp_path: Path) -> None:
+    for error, is_soon in workers.run(restore_with_no_state_on_rank_1, str(tmp_path), world_size=2):
+        assert error is not None
+        assert error.ranks == (1,)
+        assert is_soon

@@ -690,3 +690,41 @@ def test_continuous_goes_on_after_a_save_that_failed(tmp_path: Path, monkeypatch
         assert manager.save(2, state_at(2)) is not None
         manager.wait()
     assert bcp.steps(tmp_path) == [2]
+
+
+def test_a_full_disk_on_which_no_record_has_room_is_freed_by_deletions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        bcp.save(tmp_path, state_at(step), step=step)
+    real = LocalStore.write
+
+    def write(store: LocalStore, name: str, blocks: Sequence[Any], *, replace: bool) -> None:
+        if "/metrics/" in name and bcp.steps(tmp_path) != [3]:
+            raise CheckpointSaveError("the disk is full", kind="no_space")
+        real(store, name, blocks, replace=replace)
+
+    monkeypatch.setattr(LocalStore, "write", write)
+    monkeypatch.setattr(background, "_FAILING_S", 0.2)
+    with bcp.CheckpointManager(tmp_path, save=EVERY, keep=NEWEST) as manager:
+        manager.save(3, state_at(3))
+        manager.wait()
+        assert manager.steps() == [3]
+    assert list((tmp_path / step_folder(3) / "metrics").iterdir())
+
+
+ENDS_AFTER_A_FAILED_SAVE = """
+import sys, torch, bytecheckpoint as bcp
+save = bcp.SaveOptions(check_finite="refuse")
+options = bcp.ManagerOptions(save=save, on_failed_save="warn", signals=())
+manager = bcp.CheckpointManager(sys.argv[1], save=bcp.save_policies.EverySteps(1), options=options)
+print(manager.save(1, {"weight": torch.tensor([float("nan")])}))
+"""
+
+
+def test_a_save_that_failed_at_once_and_was_never_asked_about_is_told_at_the_end_of_the_program(tmp_path: Path) -> None:
+    command = [forked_python(), "-c", ENDS_AFTER_A_FAILED_SAVE, str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert ": failed>" in done.stdout
+    assert "failed and was not committed: the state has values that are not finite" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,21 +14,23 @@ from click.testing import CliRunner
 from manager.steps import read_steps, step_info
 
 import bytecheckpoint as bcp
-from bytecheckpoint import keep_policies, save_policies
-from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError
-from bytecheckpoint.manager import step_records
+from bytecheckpoint import api, keep_policies, save_policies
+from bytecheckpoint.errors import CheckpointExistsError, CheckpointNotFoundError, CheckpointSaveError
+from bytecheckpoint.manager import retention, step_records
 from bytecheckpoint.manager.after_commit import background
 from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, StepChange
 from bytecheckpoint.manager.ownership import Generation
 from bytecheckpoint.manager.step_records import StoredStep
 from bytecheckpoint.saving import commit
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.layout import step_folder
 from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.store import Store
 from bytecheckpoint.tools.main import cli
 
 EVERY = save_policies.EverySteps(1)
-ALL = keep_policies.All()
+ALL, NEWEST = keep_policies.All(), keep_policies.Latest(1)
 OVERWRITE = bcp.SaveOptions(overwrite=True)
 
 
@@ -354,3 +357,117 @@ def test_marks_of_a_step_before_it_was_replaced_are_not_those_of_the_new_one(tmp
     new = step_info(3, metrics={"loss": 2.0}, save_id="of the new one")
     steps.note_commit(new)
     assert steps.all() == [StoredStep(new, False, 0.0, False)]
+
+
+def test_a_step_that_another_program_deletes_is_known_if_it_is_saved_again_before_that_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_three(tmp_path)
+    store = open_store(tmp_path, storage_options=None, writer_threads=1)
+    steps, real = KnownSteps(store), LocalStore.list
+    (before,) = [step.info for step in steps.all() if step.info.step == 2]
+    bcp.delete(tmp_path, step=2)
+
+    def list_and_save(store: LocalStore, folder: str) -> Any:
+        found = real(store, folder)
+        steps.note_commit(step_info(2, save_id="another"))
+        return found
+
+    monkeypatch.setattr(LocalStore, "list", list_and_save)
+    steps.drop_deleted()
+    assert [step.info.save_id for step in steps.all() if step.info.step == 2] == ["another"] != [before.save_id]
+
+
+def test_an_abandoned_step_that_is_deleted_while_it_is_looked_at_is_not_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_three(tmp_path)
+    real = layout.committed_save_id
+
+    def read(store: Store, folder: str) -> str:
+        if folder == step_folder(3):
+            shutil.rmtree(tmp_path / folder, ignore_errors=True)
+        return real(store, folder)
+
+    with manager_at(tmp_path) as manager:
+        manager.restore(state_at(0), step=1)
+        monkeypatch.setattr(layout, "committed_save_id", read)
+        assert manager.latest() == 1
+
+
+@pytest.fixture
+def deletion_of_2(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when the deletion of step 2 has read the manifest; the deletion goes on half a second later."""
+    begun, real = threading.Event(), retention._write_journal
+
+    def write(store: Store, name: str, journal: retention.DeletionJournal) -> None:
+        real(store, name, journal)
+        if journal.folder == step_folder(2):
+            begun.set()
+            threading.Event().wait(0.5)
+
+    monkeypatch.setattr(retention, "_write_journal", write)
+    return begun
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_deletion_of_a_step_takes_nothing_of_the_next_save_of_it(
+    tmp_path: Path, deletion_of_2: threading.Event, is_async: bool
+) -> None:
+    with manager_at(tmp_path, keep=NEWEST, async_save=is_async) as manager:
+        manager.save(1, state_at(1), pin=True)
+        for step in (2, 3):
+            manager.save(step, state_at(step))
+        assert deletion_of_2.wait(60)
+        manager.restore(state_at(0), step=1)
+        manager.save(2, state_at(2.5))
+        manager.wait()
+        assert manager.latest() == 2
+    assert value_of(tmp_path, 2) == 2.5
+
+
+def test_a_restore_waits_for_the_deletion_of_its_step_and_then_changes_nothing(
+    tmp_path: Path, deletion_of_2: threading.Event
+) -> None:
+    state = state_at(0)
+    with manager_at(tmp_path, keep=NEWEST) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_at(step))
+        assert deletion_of_2.wait(60)
+        with pytest.raises(CheckpointNotFoundError, match="there is no step 2"):
+            manager.restore(state, step=2)
+        assert manager.latest() == 3
+    assert not state["weight"].any()
+
+
+def test_a_step_whose_deletion_was_decided_stays_if_it_is_restored_before_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_decided, is_loading, is_deleted = threading.Event(), threading.Event(), threading.Event()
+    real_look, real_load, real_delete = Generation.is_newest, api.load, background.delete_steps
+
+    def look(generation: Generation) -> bool:
+        is_decided.set()
+        assert is_loading.wait(60)
+        return real_look(generation)
+
+    def load(*args: Any, **options: Any) -> Any:
+        is_loading.set()
+        is_deleted.wait(0.5)  # before a file is read
+        return real_load(*args, **options)
+
+    def delete(*args: Any, **options: Any) -> Any:
+        found = real_delete(*args, **options)
+        is_deleted.set()
+        return found
+
+    with manager_at(tmp_path, keep=NEWEST) as manager:
+        manager.save(1, state_at(1))
+        monkeypatch.setattr(Generation, "is_newest", look)
+        monkeypatch.setattr(api, "load", load)
+        monkeypatch.setattr(background, "delete_steps", delete)
+        manager.save(2, state_at(2))
+        assert is_decided.wait(60)
+        assert manager.restore(state_at(0), step=1) is not None
+        manager.wait()
+        assert manager.steps() == [1, 2]

@@ -126,6 +126,17 @@ def test_a_deadline_begins_the_stop_when_one_more_step_and_its_save_just_fit() -
     assert requests_of(deadlines=(time.time() + 100,), needed_s=101).reason == "deadline"
 
 
+@pytest.mark.parametrize("set_by_s", [-3600, 3600])
+def test_a_clock_that_is_set_moves_no_deadline_that_is_counted_from_now(
+    monkeypatch: pytest.MonkeyPatch, set_by_s: int
+) -> None:
+    near, far, real = requests_of(needed_s=50), requests_of(needed_s=50), time.time
+    near.request("near", deadline_s=49)
+    far.request("far", deadline_s=1000)
+    monkeypatch.setattr(stopping.time, "time", lambda: real() + set_by_s)
+    assert (near.reason, far.reason) == ("near", "")
+
+
 def test_a_requested_stop_keeps_its_first_reason() -> None:
     requests = requests_of()
     requests.request("first", deadline_s=None)

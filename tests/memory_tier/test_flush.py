@@ -68,6 +68,20 @@ def test_a_version_of_which_the_host_did_not_hear_that_it_is_complete_is_flushed
     assert bcp.load(root, {"x": {str(number): torch.zeros(250_000) for number in range(4)}}).step == 2
 
 
+def test_what_the_trainer_holds_last_before_it_ends_is_flushed(
+    killed: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root, memory), real = killed, flush._locked
+
+    def train_and_lock(*args: Any) -> Any:
+        subprocess.run([forked_python(), "-c", _PROGRAM.replace("range(3)", "range(3, 5)"), root, memory], check=False)
+        return real(*args)
+
+    monkeypatch.setattr(flush, "_locked", train_and_lock)
+    flushed = flush.flush(root, [memory])
+    assert (flushed.step, flushed.is_committed, bcp.steps(root)) == (4, True, [4])
+
+
 def test_the_complete_version_is_flushed_too_where_the_pending_one_after_it_is_not_whole(
     killed: tuple[str, str],
 ) -> None:
@@ -253,14 +267,15 @@ def test_a_flush_of_memory_that_was_removed_since_it_was_looked_at_says_so(
 ) -> None:
     """It ended with a traceback."""
     root, memory = killed
-    look = flush._versions
+    look = flush.find_job
 
-    def look_and_lose(job: JobFolder) -> Any:
-        found = look(job)
-        assert flush.remove_job(memory, job.path) == "removed"
+    def look_and_lose(*args: str) -> JobFolder | None:
+        found = look(*args)
+        assert found is not None
+        assert flush.remove_job(memory, found.path) == "removed"
         return found
 
-    monkeypatch.setattr(flush, "_versions", look_and_lose)
+    monkeypatch.setattr(flush, "find_job", look_and_lose)
     flushed = bcp_("memory", "flush", root, "--memory-root", memory)
     assert flushed.exit_code == 3, flushed.output
     assert f"another process has just removed what {memory} held of {root}" in flushed.output

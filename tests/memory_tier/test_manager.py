@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -242,6 +243,16 @@ def test_time_counts_from_the_start_of_the_manager_before_memory_holds_a_step(tm
         assert manager.save(1, state_of(1)) is not None
     with manager_of(tmp_path, memory_every=EverySeconds(3600)) as manager:
         assert manager.save(1, state_of(1)) is None
+
+
+def test_saves_to_memory_go_on_when_the_clock_of_the_host_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = time.time
+    with manager_of(tmp_path, memory_every=EverySeconds(1e-9)) as manager:
+        assert manager.save(1, state_of(1)) is not None
+        monkeypatch.setattr(time, "time", lambda: real() - 3600)
+        assert manager.save(2, state_of(2)) is not None
 
 
 @pytest.mark.parametrize("async_save", [False, True])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -16,6 +18,7 @@ import torch
 from forked_python import forked_python
 
 import bytecheckpoint as bcp
+from bytecheckpoint.memory_tier import hold
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.saving.local_stage import LocalStage
 from bytecheckpoint.staging.memory_slots import JobMemory
@@ -135,6 +138,28 @@ def test_an_abandoned_branch_is_never_resumed(tmp_path: Path, root: Path) -> Non
     bcp.save(root, state_of(90), step=90, options=options(tmp_path))
     bcp.save(root, state_of(100), step=100, options=options(tmp_path), to="memory")
     bcp.load(root, empty(), step=10)
+    bcp.save(root, state_of(11), step=11, options=options(tmp_path), to="memory")
+    check_resumed(tmp_path, root, 11)
+
+
+def test_a_save_in_flight_during_a_load_is_of_the_branch_that_is_left(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, is_begun, may_end = hold._holding, threading.Event(), threading.Event()
+
+    def wait(*args: Any) -> hold.RankHolding:
+        holding = real(*args)
+        is_begun.set()
+        assert may_end.wait(60)
+        return holding
+
+    bcp.save(root, state_of(10), step=10, options=options(tmp_path))
+    monkeypatch.setattr(hold, "_holding", wait)
+    left = bcp.save(root, state_of(100), step=100, async_save=True, options=options(tmp_path), to="memory")
+    assert is_begun.wait(60)
+    bcp.load(root, empty(), step=10)
+    may_end.set()
+    assert left.result().step == 100
     bcp.save(root, state_of(11), step=11, options=options(tmp_path), to="memory")
     check_resumed(tmp_path, root, 11)
 
@@ -293,6 +318,35 @@ def test_refusals_before_anything_is_staged(tmp_path: Path, root: Path) -> None:
     bcp.save(root, state_of(1), step=1)
     with pytest.raises(bcp.CheckpointExistsError):
         bcp.save(root, state_of(1), step=1, options=options(tmp_path), to="memory")
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_a_root_that_fills_up_while_a_slot_grows_gets_the_room_back(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, num_before: int
+) -> None:
+    real, steps = os.posix_fallocate, list[int]()
+
+    def allocate(fd: int, start: int, num_bytes: int) -> None:
+        steps.append(start)
+        if len(steps) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(fd, start, num_bytes)
+
+    def num_bytes_held() -> int:
+        return sum(
+            slot.capacity for job, _ in find_jobs(str(tmp_path / "memory")) for slot in slot_file.scan(job.slots)
+        )
+
+    for step in range(num_before):
+        bcp.save(root, {"x": torch.zeros(10)}, step=step, options=options(tmp_path), to="memory")
+    before = num_bytes_held()
+    monkeypatch.setattr(slot_file, "_STEP_BYTES", 1 << 16)
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    with pytest.raises(bcp.CheckpointSaveError, match="no room for a slot"):
+        bcp.save(root, state_of(9), step=9, options=options(tmp_path), to="memory")
+    assert num_bytes_held() == before
+    monkeypatch.undo()
+    assert (bcp.resume(root, {"x": torch.ones(10)}, options=options(tmp_path)) is not None) == bool(num_before)
 
 
 def test_a_save_without_memory_is_never_held(tmp_path: Path, root: Path) -> None:

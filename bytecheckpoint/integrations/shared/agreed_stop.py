@@ -31,11 +31,7 @@ class AgreedStop:
         decisions = Decisions(None, os.fspath(root), timeout_s=timeout_s)
         token = decisions.decide_together("beginning to train", partial(secrets.token_hex, 8), str)
         self._requests = StopRequests(signals, deadlines=(), needed_s=float)
-        try:
-            self._agreement = join_stop(self._requests, None, token=token, timeout_s=timeout_s)
-        except BaseException:
-            self._requests.close()  # else the process would go on without an end, and ignore these signals
-            raise
+        self._agreement = join_stop(self._requests, None, token=token, timeout_s=timeout_s)
 
     @property
     def reason(self) -> str:

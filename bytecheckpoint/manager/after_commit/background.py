@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from bytecheckpoint.errors import CheckpointError, StorageError
+from bytecheckpoint.errors import CheckpointError, CheckpointSaveError, StorageError
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.abandoned_steps import Branch
 from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, StepChange
@@ -71,7 +71,7 @@ class Background:
         self._work = RetriedWork("bcp-manager", self._catch_up, what=f"the background work in {self._store}")
         self._second: SecondRoot | None = None
         self.saves = OngoingSaves()
-        self._pauses = SavePauses(self.saves, meanwhile=self._record_commits)
+        self._pauses = SavePauses(self.saves, meanwhile=self._try_to_record)
         self._pace = DeletionPace(self._let_saves_go_first)
         self.steps = KnownSteps(self._store)
         """Committed steps."""
@@ -79,6 +79,11 @@ class Background:
         """Steps that stay until the next restore of this manager, each with the reason."""
         self.replaced: set[str] = set()
         """Save ids of checkpoints that saves of this manager replace."""
+        self._use = threading.Condition()
+        """Guards the two below; notified when the deletion of a step has ended."""
+        self._deleting: int | None = None
+        self._saving: set[int] = set()
+        """Steps whose saves are in flight: the deletion of what one replaces would take the new manifest."""
         self._restore_notes = threading.Lock()
         """Held while a note is written or all are deleted: the last deletion takes the folder, under a write to it."""
         self._lease_ends_at = math.inf
@@ -127,8 +132,25 @@ class Background:
         self._commits.append(commit)
         self._work.ask()
 
+    def begin_save(self, step: int) -> None:
+        """Notes that a save of the step begins: no deletion of it begins before `end_save`. Waits for one under way."""
+        with self._use:
+            self._use.wait_for(lambda: self._deleting != step)
+            self._saving.add(step)
+        self.saves.begin()
+
+    def end_save(self, step: int) -> None:
+        """Notes that a save has ended, with or without an error."""
+        self._saving.discard(step)
+        self.saves.end()
+
     def note_restore(self, step: int) -> None:
-        """Notes in the store that a restore of the step begins."""
+        """Notes, also in the store, that a restore of the step begins: no deletion of it begins before another step is
+        restored. Waits for one under way, after which the step cannot be loaded.
+        """
+        with self._use:
+            self._use.wait_for(lambda: self._deleting != step)
+            self._held = {**self._held, step: "restored"}
         with self._restore_notes:
             note_restore(self._store, step, time=self._clock.now())
 
@@ -192,7 +214,7 @@ class Background:
 
     def _catch_up(self) -> None:
         """Records commits, finishes the deletions of an attempt that has failed, then makes those that are due."""
-        self._record_commits()
+        self._try_to_record()
         if self._may_be_half_deleted:
             finish_deletions(self._store, now=self._clock.now(), pace=self._pace)  # first: it may bring a step back
             if self._reads_steps:
@@ -205,17 +227,27 @@ class Background:
             with self._restore_notes:
                 forget_restores(self._store, None)
             self._delete_earlier_logs()
-            self._record_earlier()
-            self._is_first = False
         self._may_be_half_deleted = True
         self._delete_due()
         self._may_be_half_deleted = False
+        self._record_commits()
+        if self._is_first:
+            self._record_earlier()
+            self._is_first = False
         self._pauses.note_caught_up()
 
     def _let_saves_go_first(self) -> None:
         self._work.note_progress()
-        self._record_commits()
+        self._try_to_record()
         self._pauses.pause()
+
+    def _try_to_record(self) -> None:
+        """Records commits, unless there is no space: deletions make some."""
+        try:
+            self._record_commits()
+        except CheckpointSaveError as error:
+            if error.kind != "no_space":
+                raise
 
     def _record_commits(self) -> None:
         """Writes the records of new commits, calls their `on_save`, and wakes the copies."""
@@ -260,18 +292,27 @@ class Background:
             self._let_saves_go_first()
             if not self._generation.is_newest():
                 return
-            if info.step not in self._held:  # it may have been restored since
-                self._delete(info, now)
+            self._delete(info, now)
 
     def _delete(self, info: StepInfo, now: float) -> None:
-        stays = delete_steps(self._store, [info], now=now, pace=self._pace, on_damaged=self._warn_of_damaged)
-        if not stays:
-            self.steps.note_deleted(info)
-        elif stays[info.step] == REPLACED:
-            self.steps.read_again(info.step)
-        else:
-            until = step_records.leased_until(self._store, step_folder(info.step))
-            self._lease_ends_at = min(self._lease_ends_at, until if until > now else math.inf)
+        """Deletes a step, unless it has been restored, or its next save begun, since that was decided."""
+        with self._use:
+            if info.step in self._held or info.step in self._saving:
+                return
+            self._deleting = info.step
+        try:
+            stays = delete_steps(self._store, [info], now=now, pace=self._pace, on_damaged=self._warn_of_damaged)
+            if not stays:
+                self.steps.note_deleted(info)
+            elif stays[info.step] == REPLACED:
+                self.steps.read_again(info.step)
+            else:
+                until = step_records.leased_until(self._store, step_folder(info.step))
+                self._lease_ends_at = min(self._lease_ends_at, until if until > now else math.inf)
+        finally:
+            with self._use:
+                self._deleting = None
+                self._use.notify_all()
 
     def _warn_of_damaged(self, step: int, error: CheckpointError) -> None:
         if step not in self._damaged:

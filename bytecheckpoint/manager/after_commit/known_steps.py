@@ -79,14 +79,15 @@ class KnownSteps:
         that have no manifest. Costs one listing, and a request for each of the newest.
         """
         with self._lock:
-            known = list(self._steps)
+            known = dict(self._steps)
         listing = self._store.list("")
         committed = list(itertools.islice(layout.steps_below(self._store, "", listing), _LOOKED_AT))
         oldest = committed[-1] if len(committed) == _LOOKED_AT else -1
         with self._lock:
-            for step in known:
-                if layout.step_folder(step) not in listing or (step > oldest and step not in committed):
-                    self._steps.pop(step, None)
+            for step, stored in known.items():
+                is_gone = layout.step_folder(step) not in listing or (step > oldest and step not in committed)
+                if is_gone and self._steps.get(step) is stored:  # it may have been saved again meanwhile
+                    del self._steps[step]
 
     def read_again(self, step: int) -> None:
         """Reads a known step again, whose checkpoint another program has replaced; forgets it if that is gone. Raises

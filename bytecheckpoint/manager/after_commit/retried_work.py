@@ -43,14 +43,16 @@ class RetriedWork:
         return self._thread is not None and os.getpid() != self._pid
 
     def ask(self) -> None:
-        """Asks for the work to be done once more. Never blocks."""
+        """Asks for the work to be done once more. Never blocks. Raises RuntimeError, with nothing asked for, if the
+        thread cannot start.
+        """
         with self._changed:
-            self._num_asked += 1
             if self._thread is None:
                 # A thread of its own: it lives as long as the manager, with a lower priority.
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._pid = os.getpid()
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread, self._pid = thread, os.getpid()
+            self._num_asked += 1
             self._changed.notify_all()
 
     def note_progress(self) -> None:

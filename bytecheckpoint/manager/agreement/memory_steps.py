@@ -15,7 +15,8 @@ from bytecheckpoint import phases
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.manager import abandoned_steps, save_policies
-from bytecheckpoint.manager.agreement.decisions import Decisions
+from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
+from bytecheckpoint.manager.agreement.failed_save import failed_save
 from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves
 from bytecheckpoint.manager.options import ManagerOptions, is_policy
 from bytecheckpoint.manager.restore import is_latest
@@ -65,6 +66,7 @@ class MemorySteps:
         self._options = options
         self._decisions = decisions
         self._handle: SaveHandle | None = None
+        self._clock = StorageClock(0.0)
         self._began = time.monotonic()
         self._held: list[StepInfo] = []
         """The newest step that was saved to memory, or whose save to memory is in flight; empty before the first."""
@@ -98,17 +100,17 @@ class MemorySteps:
         return self._ask(step, [replace(info, committed=is_done) for info in self._held])
 
     def _ask(self, step: int, held: Sequence[StepInfo]) -> bool:
-        now_s, seconds = time.time(), {"since_start": time.monotonic() - self._began}
-        now = StepInfo(step, now_s, {}, seconds, pinned=False, committed=False, host_time=now_s)
+        seconds = {"since_start": time.monotonic() - self._began}
+        now = StepInfo(step, self._clock.now(), {}, seconds, pinned=False, committed=False, host_time=time.time())
         return bool(self._policy.due(now, held))
 
     def save(self, step: int, state: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> SaveHandle | None:
-        """Begins to save a step to memory. Returns None if that failed at once and `on_failed_save` is "warn"."""
+        """Begins to save a step to memory. Returns None, or a handle that fails, as ManagedSaves.begin does."""
         self._saves.settle()
         options = self._options.save
         if step in self._saves.abandoned:
             options = replace(options, overwrite=True)
-        now, began = time.time(), time.monotonic()
+        now, began = self._clock.now(), time.monotonic()
         try:
             self._handle = phases.run_save(
                 self._run.root,
@@ -124,8 +126,10 @@ class MemorySteps:
                 to="memory",
             )
         except CheckpointError as error:
-            self._fail(error)
-            return None
+            if not self._options.async_save or self._options.on_failed_save == "raise":
+                self._fail(error)
+                return None
+            self._handle = failed_save(error, options)  # as on ranks where it fails later
         stall_s = time.monotonic() - began
         self._held_before = self._held
         self._held = [StepInfo(step, now, {}, {"stall": stall_s}, pinned=False, committed=True)]

@@ -60,8 +60,8 @@ class StopRequests:
         """
         self._pid = os.getpid()
         self._reason = ""
-        self._deadlines = [(at, _DEADLINE) for at in deadlines]
-        """Each with the reason of its stop."""
+        self._deadlines = [(time.time, at, _DEADLINE) for at in deadlines]
+        """The clock and the time by it, and the reason of the stop. A clock that is set moves no time from now."""
         self._needed_s = needed_s
         self._old_handlers: dict[signal.Signals, Any] = {}
         self._is_closed = False
@@ -94,15 +94,15 @@ class StopRequests:
         if deadline_s is None:
             self._reason = self._reason or reason or _REQUESTED
         else:
-            at = time.time() + float(deadline_s)  # in single precision minutes are lost
-            self._deadlines.append((at, reason or _DEADLINE))
+            at = time.monotonic() + float(deadline_s)  # in single precision minutes are lost
+            self._deadlines.append((time.monotonic, at, reason or _DEADLINE))
 
     @property
     def reason(self) -> str:
         """The reason for which this rank is to stop now; empty if it is not."""
         if not self._reason and self._deadlines:
-            at, reason = min(self._deadlines)
-            if at - time.time() <= self._needed_s():
+            left_s, reason = min((at - now(), reason) for now, at, reason in self._deadlines)
+            if left_s <= self._needed_s():
                 self._reason = reason
         return self._reason
 
@@ -301,23 +301,28 @@ def join_stop(
 ) -> SoleStop | GroupStop:
     """Returns the agreement of the ranks of a group, by default of all ranks; a SoleStop for a process on its own, or
     for a group of one rank. `token` is the same on all ranks, and another for each agreement; `timeout_s` limits the
-    wait of `pass_boundary`. Raises TypeError if `process_group` is no group that has this rank.
+    wait of `pass_boundary`. Closes `requests` if it raises.
     """
-    if size_of(process_group) == 1:
-        return SoleStop(requests)
+    try:
+        return SoleStop(requests) if size_of(process_group) == 1 else _join(requests, process_group, token, timeout_s)
+    except BaseException:
+        requests.close()  # else the process would go on without an end, and ignore the signals
+        raise
+
+
+def _join(requests: StopRequests, process_group: dist.ProcessGroup | None, token: str, timeout_s: float) -> GroupStop:
     group = process_group if process_group is not None else dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"process_group is of type {type(group).__name__}: pass a ProcessGroup that has this rank, or None for the "
             "default one"
         )
-    ranks = dist.get_process_group_ranks(group)
     return GroupStop(
         requests,
         group_store(group),
         token=token,
         rank=dist.get_rank(group),
-        global_ranks=ranks,
+        global_ranks=dist.get_process_group_ranks(group),
         timeout_s=timeout_s,
         find_ended=group_peers()(group).watch.ended_of_watched,
     )

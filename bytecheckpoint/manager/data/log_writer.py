@@ -42,7 +42,7 @@ class LogWriter:
     def __init__(self, generation: Generation, *, rank: int, num_ranks: int, timeout_s: float) -> None:
         self._generation = generation
         self._store = generation.store
-        self._rank, self._num_ranks = rank, num_ranks
+        self.rank, self._num_ranks = rank, num_ranks
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._branch = 0
@@ -67,7 +67,7 @@ class LogWriter:
         with self._lock:
             if self._is_superseded or record.step <= self._committed:
                 return
-            self._waiting.append((object_name(self.folder, record.step, self._rank, self._num_ranks), record))
+            self._waiting.append((object_name(self.folder, record.step, self.rank, self._num_ranks), record))
             while len(self._waiting) > _MAX_WAITING:
                 self._waiting.popleft()
         self._work.ask()
@@ -126,6 +126,15 @@ class LogWriter:
         self._work.close()
 
     def _catch_up(self) -> None:
+        try:
+            self._write_all()
+        finally:  # also where there is no space to write: this makes some
+            while self._unneeded:
+                self._store.delete(self._unneeded[0])
+                self._unneeded.pop(0)
+                self._work.note_progress()
+
+    def _write_all(self) -> None:
         while (item := self._next()) is not None:
             name, record = item
             try:
@@ -138,10 +147,6 @@ class LogWriter:
                 raise
             self._work.note_progress()
             self._note_written(name, record.step)
-        while self._unneeded:
-            self._store.delete(self._unneeded[0])
-            self._unneeded.pop(0)
-            self._work.note_progress()
 
     def _next(self) -> tuple[str, LogRecord] | None:
         with self._lock:

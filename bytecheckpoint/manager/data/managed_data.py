@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from types import NoneType
 from typing import Any
 
 import msgspec
@@ -156,17 +155,20 @@ class ManagedData:
 
     def leave_branch(self, state: Mapping[str, Any]) -> None:
         """Forgets all positions that were logged, and what was prepared: weights go back, and data with them. Takes the
-        loaders of this state from now on. All ranks call this together, and all raise if the positions of rank 0 cannot
-        be deleted.
+        loaders of this state from now on. All ranks call this together, and all raise if the state of one is none, or
+        the positions of rank 0 cannot be deleted.
         """
         self._saves.prepared.forget()
-        self._loaders = data_loaders_in(state)
-        if self._log is None:
-            return
+        if self._log is not None:
+            self._log.begin_branch()
         # Hazard: a rank does not know if others have logged, so all join this also where none has.
+        self._decisions.do("removing data positions that training leaves", partial(self._leave, state))
+
+    def _leave(self, state: Mapping[str, Any]) -> None:
+        self._loaders = data_loaders_in(state)
         # Without the part of rank 0 none of the steps is complete, also where other ranks delete theirs later.
-        self._log.begin_branch()
-        self._decisions.decide_together("removing data positions that training leaves", self._log.finish, NoneType)
+        if self._log is not None and self._log.rank == 0:
+            self._log.finish()
 
     def wait(self) -> None:
         """Waits until all that was handed over is written, or has failed."""

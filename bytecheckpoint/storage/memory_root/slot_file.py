@@ -120,17 +120,20 @@ class Slot:
 
     def reserve(self, num_bytes: int, mapping: type[mmap.mmap] = mmap.mmap) -> None:
         """Makes the slot at least `num_bytes` long, with its pages allocated, and maps it. Raises OSError if there is
-        no room.
+        no room, and leaves it as long as it was.
         """
         if self._memory is not None and len(self._memory) >= num_bytes:
             return
         self._memory = None  # before the file grows; views of it keep the old mapping
-        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        held_bytes, fd = self.capacity, os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             # Hazard: without it, a store into a page for which tmpfs has no room kills the process.
             _allocate(fd, num_bytes)
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
             self._memory = mapping(fd, os.fstat(fd).st_size, flags=flags)
+        except OSError:
+            os.ftruncate(fd, held_bytes)  # a part that nobody can use would keep the root full
+            raise
         finally:
             os.close(fd)
         advise(self._memory, large_pages=False)
