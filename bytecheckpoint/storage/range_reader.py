@@ -161,7 +161,7 @@ def _raising_first(errors: dict[int, BaseException]) -> Iterator[None]:
         errors.clear()  # a traceback that holds its own error is memory until the next collection
 
 
-class _Extents(NamedTuple):
+class _FileExtents(NamedTuple):
     """The extents of a file that has checksums."""
 
     bounds: Sequence[int]
@@ -169,15 +169,19 @@ class _Extents(NamedTuple):
     digests: Sequence[int]
 
 
-def _extents_of(file: DataFile) -> _Extents | None:
-    return _Extents([*accumulate(file.extent_lengths, initial=0)], file.extent_digests) if file.extent_lengths else None
+def _extents_of(file: DataFile) -> _FileExtents | None:
+    return (
+        _FileExtents([*accumulate(file.extent_lengths, initial=0)], file.extent_digests)
+        if file.extent_lengths
+        else None
+    )
 
 
 _Fill = Callable[[memoryview, FillHook | None], None]
 
 
 def _read(
-    fill: _Fill, name: str, fetch: Fetch, target: AbstractContextManager[memoryview], extents: _Extents | None
+    fill: _Fill, name: str, fetch: Fetch, target: AbstractContextManager[memoryview], extents: _FileExtents | None
 ) -> None:
     """Fills the target of a fetch, compares its bytes with the checksums, and calls `fetch.place`. Raises
     CheckpointCorruptError (checksum) after the target was filled.
@@ -196,7 +200,7 @@ def _read_pieces(
     name: str,
     fetch: Fetch,
     pieces: AbstractContextManager[Sequence[memoryview]],
-    extents: _Extents | None,
+    extents: _FileExtents | None,
 ) -> None:
     """Fills and checks the pieces of a fetch, then calls its `place` without bytes: they are in place."""
     check = _Check(extents, name, fetch)
@@ -243,7 +247,7 @@ class _Check:
     in a gap.
     """
 
-    def __init__(self, extents: _Extents | None, name: str, fetch: Fetch) -> None:
+    def __init__(self, extents: _FileExtents | None, name: str, fetch: Fetch) -> None:
         self._extents = extents
         self._next = bisect_left(extents.bounds, fetch.byte_offset) if extents else 0
         """Number of the extent behind the one that the last byte is in."""
