@@ -3,7 +3,7 @@
 #   make test     the tests
 #   make test-thorough     those that `make test` leaves out: whole matrices, campaigns, benchmarks, long pages
 #   make test-faults       the long tests of faults, for an hour or two
-#   make fault-table       break it on purpose, thousands of times, and write docs/faults.md; some 50 minutes on 2 cores
+#   make fault-table       break it on purpose, thousands of times, and write docs/faults.md; more than two hours on 2 cores
 #   make test-frameworks   the tests against DeepSpeed, Megatron and all other frameworks themselves, in environments of their own
 #   make test-framework-accelerate    the integration of one framework; its environment lies over that of the tests
 #   make test-gpu     the tests of devices, on the GPU of this machine

@@ -3,8 +3,8 @@
     python benchmarks/run.py save --workloads W1 W3 --size 0.1 --rounds 3
     python benchmarks/run.py load --help
 
-With --against PATH, `save`, `load` and `plan_cache` measure a second checkout of the library in the same run, with the
-same scripts, interleaved with this one: before and after of a change meet the same machine.
+With --against PATH, `save`, `load`, `exchange` and `plan_cache` measure a second checkout of the library in the same
+run, with the same scripts, interleaved with this one: before and after of a change meet the same machine.
 """
 
 from __future__ import annotations

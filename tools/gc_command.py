@@ -166,7 +166,7 @@ def _gc_memory(roots: Sequence[str], location: str | None, min_age_s: float, *, 
     size = size_text(sum(job.num_bytes for job in counted))
     screen.line(f"memory: {count_text(len(counted), 'ended job')}, {size}, {did}", style="bold")
     for job, state in jobs:
-        screen.line(f"{job.location}: {size_text(job.num_bytes)} in {count_text(job.num_slots, 'slot')} ({state})")
+        screen.line(f"{job.root}: {size_text(job.num_bytes)} in {count_text(job.num_slots, 'slot')} ({state})")
     for failure in failures:
         screen.line(failure, style="red")
     return code

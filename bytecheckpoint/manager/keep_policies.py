@@ -3,8 +3,8 @@ joins policies, and a checkpoint stays if one of them keeps it.
 
     keep=Latest(3) | EverySteps(10_000) | Best(2, "val_loss", mode="min")
 
-Beyond the policy, the newest checkpoint, the restored one, and pinned and leased ones always stay. A policy of your own
-is any object with `keeps(saved)` or `keeps(saved, now)`.
+Beyond the policy, the newest checkpoint and pinned and leased ones always stay, and until the next restore the restored
+one: `Latest(3)` may leave four. A policy of your own is any object with `keeps(saved)` or `keeps(saved, now)`.
 """
 
 from __future__ import annotations

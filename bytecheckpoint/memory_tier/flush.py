@@ -48,10 +48,9 @@ _BLOCK = "-parity-"
 class MemoryCheckpoint(NamedTuple):
     """A memory checkpoint of which a host has the manifest."""
 
-    location: str
-    """Path or URL of the root that it can be committed below."""
     root: str
-    """Memory root."""
+    """Path or URL of the root that it can be committed below."""
+    memory_root: str
     save_id: str
     step: int
     is_complete: bool
@@ -81,7 +80,8 @@ class FlushedStep(NamedTuple):
 class JobInMemory(NamedTuple):
     """The memory of one job, which may still run. `path` is the job's folder in a memory root."""
 
-    location: str
+    root: str
+    """Path or URL that the job saves to."""
     path: str
     num_slots: int
     num_bytes: int

@@ -290,7 +290,7 @@ def test_gc_frees_what_a_killed_gc_has_left_and_lists_other_jobs(
     shutil.rmtree(left) if left.is_dir() else left.unlink()
     listed = bcp_("memory", "ls", "--memory-root", memory, "--json")
     assert listed.exit_code == 0
-    assert {each["location"] for each in json.loads(listed.output)["checkpoints"]} == {root}
+    assert {each["root"] for each in json.loads(listed.output)["checkpoints"]} == {root}
     gone = bcp_("gc", "--memory", "--memory-root", memory, "--older-than", "0h", "--delete")
     assert gone.exit_code == 0, gone.output
     assert "2 ended jobs" in gone.output

@@ -27,8 +27,8 @@ def option_table(command: click.Command) -> str:
 def _row(option: click.Option) -> str:
     name = option.opts[-1] + ("" if option.is_flag else f" {option.metavar}")
     default = f" {option.default} if not given." if option.show_default else ""
-    text = f"{option.help or ''}{default}".replace("|", "\\|")
-    return f"| `{name}` | {text} |\n"
+    cells = [cell.replace("|", "\\|") for cell in (f"`{name}`", f"{option.help or ''}{default}")]
+    return f"| {cells[0]} | {cells[1]} |\n"
 
 
 def with_option_tables(page: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from checkpoint_files import flip
 from cli_page import PAGE, option_table, with_option_tables
 from fake_telemetry import checkpoint_with_telemetry, ordinary
+from forked_python import forked_python
 from packed_checkpoints import compress_checkpoint
 from stream_loaders import StreamLoader, state_of
 
@@ -36,6 +38,13 @@ FREE = {
     "ranks[].seconds",
 }
 """Whose content the checkpoint decides."""
+SAVES_TO_MEMORY = """
+import sys, torch
+import bytecheckpoint as bcp
+options = bcp.SaveOptions(memory=bcp.Memory(copies=1, root=sys.argv[2]))
+bcp.save(sys.argv[1], {"w": torch.zeros(3)}, step=1, options=options, to="memory")
+"""
+"""A job that has ended when its memory is looked at."""
 TYPES = {
     "string": lambda value: isinstance(value, str),
     "integer": lambda value: type(value) is int,
@@ -184,6 +193,16 @@ def test_json_of_gc(call, root, sections) -> None:
     path.parent.mkdir(parents=True)
     path.write_bytes(b"1")
     assert_documented([call("gc", root, "--json").json], sections["gc"])
+
+
+def test_json_of_memory(call, tmp_path, sections) -> None:
+    memory, root = tmp_path / "memory", tmp_path / "run"
+    subprocess.run([forked_python(), "-W", "ignore", "-c", SAVES_TO_MEMORY, root, memory], check=True)
+    of_ls, of_flush = sections["memory"].split("The keys of `bcp memory flush`")
+    assert_documented([call("memory", "ls", "--memory-root", memory, "--json").json], of_ls)
+    assert_documented([call("memory", "flush", root, "--memory-root", memory, "--json").json], of_flush)
+    of_gc = sections["gc"].split("With `--memory`")[-1]
+    assert_documented([call("gc", "--memory", "--memory-root", memory, "--json").json], of_gc)
 
 
 def test_json_of_keep(call, root, sections) -> None:

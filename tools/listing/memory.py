@@ -109,7 +109,7 @@ def _table() -> TableShape:
     def cells(each: MemoryCheckpoint) -> list[str]:
         return [
             str(each.step),
-            each.location,
+            each.root,
             f"{each.num_here} of {each.num_files}",
             size_text(each.num_bytes),
             each.save_id,

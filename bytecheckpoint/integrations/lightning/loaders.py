@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from lightning.fabric.utilities.data import _set_sampler_epoch
+
 from bytecheckpoint import api
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
 from bytecheckpoint.adapters.stateful import is_stateful
@@ -75,20 +77,20 @@ class TrainLoaders:
         for remove in removals:
             remove()
 
-    def add(self, loader: object, *, round_of: object, rank: int, size: int) -> None:
-        """Adds a train loader, and loads its state from the checkpoint of `load_later`, if any. Ignores a loader that
-        has no state. All ranks call it.
-
-        `round_of` is the object that Lightning makes anew whenever it sets up all of its train loaders.
+    def add(self, loader: object, loop: Any, *, rank: int, size: int) -> None:
+        """Adds a train loader of Lightning's fit loop, and loads its state from the checkpoint of `load_later`, if any.
+        Ignores a loader that has no state. All ranks call it.
         """
-        if round_of is not self._round:
-            self._round, self.states = round_of, []
+        if loop._data_fetcher is not self._round:  # made anew whenever Lightning sets up all of its train loaders
+            self._round, self.states = loop._data_fetcher, []
         if elastic_loader_of(loader) is None and not is_stateful(loader):
             return
         state = DataLoaderState(loader, rank=rank, size=size, elastic=self._elastic)
         self.states.append(state)
         if self._waiting is None:
             return
+        # Lightning sets it after the first pass has begun, which asks the sampler for the batches to skip.
+        _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
         path, num_loaders, storage_options, timeout_s = self._waiting
         name = "data" if num_loaders == 1 else str(len(self.states) - 1)
         entries = {"data": state} if num_loaders == 1 else {"data": {name: state}}

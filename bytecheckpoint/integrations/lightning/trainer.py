@@ -290,9 +290,7 @@ class BcpStrategyMixin(Strategy):
         trainer = self._bcp_trainer()
         if trainer.training:
             sharing = getattr(self, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
-            self._bcp_loaders.add(
-                loader, round_of=trainer.fit_loop._data_fetcher, rank=sharing["rank"], size=sharing["num_replicas"]
-            )
+            self._bcp_loaders.add(loader, trainer.fit_loop, rank=sharing["rank"], size=sharing["num_replicas"])
         return loader
 
     def on_train_start(self) -> None:

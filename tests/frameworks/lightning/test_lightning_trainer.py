@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from os.path import lexists
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
 )
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import bytecheckpoint as bcp
 from bytecheckpoint.integrations.lightning import BcpDDPStrategy, BcpSingleDeviceStrategy
@@ -71,6 +71,32 @@ def same_weights(left: torch.nn.Module, right: torch.nn.Module) -> bool:
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+class CountingLoader(DataLoader[Any]):
+    """Goes on after the batches of a pass that its state counts, and skips them when a pass begins, as torchdata's
+    StatefulDataLoader does.
+    """
+
+    num_taken = num_to_skip = 0
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        self.num_taken, self.num_to_skip = self.num_to_skip, 0
+        for _ in range(self.num_taken):
+            next(batches)
+        return self._counted(batches)
+
+    def _counted(self, batches: Any) -> Iterator[Any]:
+        for batch in batches:
+            self.num_taken += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_taken": self.num_taken % len(self)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_to_skip = state["num_taken"]
+
+
 class Pairs(Regression):
     """Takes batches of several loaders together."""
 
@@ -101,6 +127,19 @@ def test_the_end_of_an_epoch_resumes_with_the_order_of_the_next(tmp_path: Path) 
     resumed, _ = fit(tmp_path, [], ckpt_path=tmp_path / "epoch=1-step=16.ckpt", **epochs)
     assert resumed.rows == whole.rows[128:]
     assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step >= 16}
+
+
+@pytest.mark.parametrize("at", [3, 11, 16])
+def test_a_loader_with_a_distributed_sampler_goes_on_in_the_order_of_its_epoch(tmp_path: Path, at: int) -> None:
+    def loader() -> DataLoader[Any]:
+        sampler = DistributedSampler(samples(), num_replicas=1, rank=0)
+        return CountingLoader(samples(), batch_size=8, sampler=sampler)
+
+    whole, _ = fit(tmp_path, [], loader=loader())
+    fit(tmp_path, [each_few_steps(tmp_path, at)], loader=loader(), max_steps=at)
+    (path,) = tmp_path.glob("*.ckpt")
+    resumed, _ = fit(tmp_path, [], loader=loader(), ckpt_path=path)
+    assert resumed.rows == whole.rows[8 * at :]
 
 
 def test_a_save_after_the_last_batch_of_streams_goes_on_with_the_first_batch_of_the_next_epoch(tmp_path: Path) -> None:
