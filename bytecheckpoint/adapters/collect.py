@@ -64,7 +64,7 @@ class Entry(Protocol):
 
 
 def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
-    """Returns the entries of a state, modules first: optimizers are named after their modules' parameters.
+    """Returns the entries of a state, modules first: optimizers name their state after parameters.
 
     Raises CheckpointSaveError (unsupported_value) for a state that is not a dict with names as keys, and
     CheckpointMismatchError (conflict) for a framework that is not known, or to which nothing in the state belongs.
@@ -81,8 +81,9 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     flat = [each for optimizer in optimizers for each in optimizer.wrapped]
     for module in of_torch:
         module.find_flat(flat)
+    others = [entry for entry in entries if isinstance(entry, PlainEntry)]
     for optimizer in optimizers:
-        optimizer.name_parameters(modules)
+        optimizer.name_parameters(modules, others)
     _refuse_bound_to_zero(values, optimizers)
     refuse_absent(framework, state, has_own=any(entry.framework == framework for entry in (*modules, *optimizers)))
     return [*modules, *optimizers, *(entry for entry in entries if not isinstance(entry, _MODULES))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,12 @@ class PlainEntry:
         torch.distributed.checkpoint gives it, or numbered.
         """
         return forms_in(self._value, self.fqn)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the state FQN and the tensor of each tensor that ranks share."""
+        for fqn, value in leaves(self._value, self.fqn, may_repeat=True).items():
+            if isinstance(value, torch.Tensor) and not self._may_differ:
+                yield fqn, value
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
         shards = LocalShards(with_addresses=True)
