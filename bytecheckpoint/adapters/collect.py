@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
+from operator import setitem
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -202,11 +204,7 @@ def _plain_entry(item: _Value) -> PlainEntry:
     container, key = item.found
     if type(container) is tuple and not isinstance(item.value, torch.Tensor | dict | list):
         raise unsupported(item.fqn, "plain data in a tuple beside modules, where a load cannot put it", "use a list")
-
-    def assign(value: Any) -> None:
-        if container[key] is not value:  # tuples hold only what is filled in place
-            container[key] = value
-
+    assign = None if type(container) is tuple else partial(setitem, container, key)
     return PlainEntry(item.fqn, item.value, assign)
 
 

@@ -119,7 +119,7 @@ class OptimizerEntry:
             are_all_named = len(names) == len(group.parameters)  # a wrapper puts other parameters in their place
             parameters += zip(group.parameters, names if are_all_named else [None] * len(group.parameters), strict=True)
         self._optimized = name_parameters(self.fqn, parameters, modules, others)
-        self._has_model = any(entry.fqn == MODEL_FQN for entry in (*modules, *others))
+        self._has_model = MODEL_FQN in {*(module.fqn for module in modules), *(other.fqn for other in others)}
 
     def check_can_be_lazy(self) -> None:
         """Raises CheckpointSaveError (unsupported_value) where an optimizer would not wait for a lazy snapshot."""
