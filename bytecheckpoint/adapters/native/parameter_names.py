@@ -8,7 +8,6 @@ name depends on nothing that other ranks hold, and on nothing else that the stat
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -185,12 +184,13 @@ def _merged_part(first: OptimizedParameter, other: OptimizedParameter) -> Optimi
 def _found_alone(wanted: Collection[int], entries: Sequence[HoldsTensors]) -> dict[int, ParameterNames]:
     """Returns the names of the tensors with the `wanted` ids that stand in the state by themselves, by id."""
     found: dict[int, ParameterNames] = {}
-    in_entries = chain.from_iterable(entry.tensors() for entry in entries) if wanted else ()
-    for fqn, tensor in in_entries:
-        key = id(tensor)
-        if key in wanted and not is_flattened(tensor):
-            names = ParameterNames(fqn.removeprefix(f"{MODEL_FQN}."), (fqn,))
-            found[key] = _merged(found[key], names) if key in found else names
+    for entry in entries if wanted else ():
+        prefix = f"{MODEL_FQN}." if entry.fqn == MODEL_FQN else ""
+        for fqn, tensor in entry.tensors():
+            key = id(tensor)
+            if key in wanted and not is_flattened(tensor):
+                names = ParameterNames(fqn.removeprefix(prefix), (fqn,))
+                found[key] = _merged(found[key], names) if key in found else names
     return found
 
 
