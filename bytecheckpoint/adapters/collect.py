@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
+from operator import setitem
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -64,7 +66,7 @@ class Entry(Protocol):
 
 
 def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
-    """Returns the entries of a state, modules first: optimizers are named after their modules' parameters.
+    """Returns the entries of a state, modules first: optimizers name their state after parameters.
 
     Raises CheckpointSaveError (unsupported_value) for a state that is not a dict with names as keys, and
     CheckpointMismatchError (conflict) for a framework that is not known, or to which nothing in the state belongs.
@@ -81,8 +83,9 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     flat = [each for optimizer in optimizers for each in optimizer.wrapped]
     for module in of_torch:
         module.find_flat(flat)
+    others = [entry for entry in entries if isinstance(entry, PlainEntry)]
     for optimizer in optimizers:
-        optimizer.name_parameters(modules)
+        optimizer.name_parameters(modules, others)
     _refuse_bound_to_zero(values, optimizers)
     refuse_absent(framework, state, has_own=any(entry.framework == framework for entry in (*modules, *optimizers)))
     return [*modules, *optimizers, *(entry for entry in entries if not isinstance(entry, _MODULES))]
@@ -201,11 +204,7 @@ def _plain_entry(item: _Value) -> PlainEntry:
     container, key = item.found
     if type(container) is tuple and not isinstance(item.value, torch.Tensor | dict | list):
         raise unsupported(item.fqn, "plain data in a tuple beside modules, where a load cannot put it", "use a list")
-
-    def assign(value: Any) -> None:
-        if container[key] is not value:  # tuples hold only what is filled in place
-            container[key] = value
-
+    assign = None if type(container) is tuple else partial(setitem, container, key)
     return PlainEntry(item.fqn, item.value, assign)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,20 +24,29 @@ from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
 from bytecheckpoint.adapters.plain.plain_data import encode_refs
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shard_columns import WholeTensors
-from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShards, dtype_name, has_all_memory, shares_elements
+from bytecheckpoint.adapters.shards import (
+    PLAIN_TENSORS,
+    LocalShard,
+    LocalShards,
+    dtype_name,
+    has_all_memory,
+    shares_elements,
+)
 from bytecheckpoint.adapters.torch_types import loaded_dtensor
-from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, contents_of, missing_in
+from bytecheckpoint.adapters.tree_loader import ABSENT, SeparateTensors, TreeTarget, contents_of, missing_in
 from bytecheckpoint.manifest.plain_wire import TensorRef, is_at_or_below, join_fqn
 
 
 class PlainEntry:
     """Tensors and plain data in nested dicts, lists and tuples."""
 
-    def __init__(self, fqn: str, value: Any, assign: Callable[[Any], None]) -> None:
+    def __init__(self, fqn: str, value: Any, assign: Callable[[Any], None] | None) -> None:
+        """`assign` puts another value in the place of this one; None where it stands in a tuple."""
         self.fqn = fqn
         self._value = value
         self._assign = assign
         self._adopted = TreeTarget()
+        self._separate = SeparateTensors()
         self._skipped: set[str] = set()
         self._is_filled_in_place = False
         """True if all of it is tensors that are filled where they are."""
@@ -60,7 +69,14 @@ class PlainEntry:
         """
         return forms_in(self._value, self.fqn)
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the state FQN and the tensor of each tensor that ranks share."""
+        for fqn, value in leaves(self._value, self.fqn, may_repeat=True).items():
+            if isinstance(value, torch.Tensor) and not self._may_differ:
+                yield fqn, value
+
     def expect(self, checkpoint: CheckpointView) -> Expectation:
+        self._separate = SeparateTensors()
         shards = LocalShards(with_addresses=True)
         refs = checkpoint.tensor_dicts.get(self.fqn)
         if refs is not None and _holds_plain_tensors(self._value) and self._value.keys() <= refs.keys():
@@ -122,6 +138,13 @@ class PlainEntry:
             expectation.problems.extend(_problems(fqn, value, checkpoint))
         return True
 
+    def separate(self, fqns: Collection[str]) -> list[LocalShard]:
+        """Returns targets in new memory for these tensors of the state; see `SeparateTensors`."""
+        if self._assign is None and isinstance(self._value, torch.Tensor):
+            return []
+        values = leaves(self._value, self.fqn)
+        return self._separate.make({fqn: values[fqn] for fqn in fqns if fqn in values})
+
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         for fqn, value in leaves(self._value, self.fqn).items():
             adopted = _adopted(value, fqn, checkpoint)
@@ -129,10 +152,11 @@ class PlainEntry:
                 self._adopted.prepare(adopted, {}, checkpoint)
 
     def finish(self, checkpoint: CheckpointView) -> None:
-        if self._is_filled_in_place:
+        if self._is_filled_in_place and not self._separate:
             return
-        new: dict[str, Any] = {}
-        for fqn, value in leaves(self._value, self.fqn).items():
+        values = leaves(self._value, self.fqn)
+        new: dict[str, Any] = {**self._separate.unequal(values)}
+        for fqn, value in values.items():
             if type(value) in PLAIN_TENSORS and fqn in checkpoint.tensors:  # already filled in place
                 continue
             if (is_facts(fqn) and are_facts(value)) or checkpoint.skips(fqn):
@@ -153,7 +177,9 @@ class PlainEntry:
             elif not _filled_in_place(value, checkpoint.tree_leaves[fqn]):
                 new[fqn] = checkpoint.tree_leaves[fqn]
         if new:
-            self._assign(with_leaves(self._value, self.fqn, new))
+            tree = with_leaves(self._value, self.fqn, new)
+            if self._assign is not None:
+                self._assign(tree)
 
 
 def _holds_tensors_only(value: Any) -> bool:

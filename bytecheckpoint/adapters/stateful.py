@@ -24,7 +24,8 @@ from bytecheckpoint.adapters.native.subclass_match import refusals
 from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
 from bytecheckpoint.adapters.optimizers.stored_optimizer import are_groups, is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves
-from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, contents_of, is_sharded, missing_in
+from bytecheckpoint.adapters.shards import LocalShard
+from bytecheckpoint.adapters.tree_loader import ABSENT, SeparateTensors, TreeTarget, contents_of, is_sharded, missing_in
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
 _AS_PLAIN = "load it as plain data, such as {{{!r}: []}} for a list, and give what it holds to load_state_dict()"
@@ -80,7 +81,7 @@ class StatefulEntry:
         shown = self._show()
         if not self._current:
             self._current, self._target.live = leaves(shown, self.fqn), subclasses_in(shown, self.fqn)
-        self._found = None
+        self._found, self._target.separate = None, SeparateTensors()
         if found is not None and not found.fqn:  # all of a checkpoint, which may be the state of this object
             shown_names = self._current.keys() - {self.fqn}  # an empty state is one leaf, under the object's own name
             own = {name.removeprefix(f"{self.fqn}.").partition(".")[0] for name in shown_names}
@@ -149,6 +150,10 @@ class StatefulEntry:
             self._target.unchanged[name] = tensor
             problems += [problem for problem in refused.problems if enclosing(problem.fqn, {name})]
         return problems
+
+    def separate(self, fqns: Collection[str]) -> list[LocalShard]:
+        """Returns targets in new memory for these tensors of the state; see `SeparateTensors`."""
+        return self._target.separate.make({fqn: self._current[fqn] for fqn in fqns if fqn in self._current})
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         if self._found is not None:

@@ -16,7 +16,7 @@ from bytecheckpoint.adapters.native.subclass_metadata import FACTS
 from bytecheckpoint.adapters.plain.plain_data import content_fqn, encode_plain, fits_inline
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shard_columns import WholeTensors
-from bytecheckpoint.adapters.shards import LocalShard, LocalShards, dtype_name, shares_elements
+from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, dtype_name, shares_elements
 from bytecheckpoint.adapters.torch_types import DTensor, ShardedTensor
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
@@ -59,6 +59,46 @@ def missing_in(values: Mapping[str, Any]) -> list[Problem]:
     return [rank_missing(fqn, value.num_saved) for fqn, value in missing.items()]
 
 
+class SeparateTensors:
+    """New memory for tensors of a state that are the same memory as another tensor of it, and of which the checkpoint
+    has a value of their own.
+    """
+
+    def __init__(self) -> None:
+        self._new: dict[str, torch.Tensor] = {}
+
+    def make(self, values: Mapping[str, Any]) -> list[LocalShard]:
+        """Copies the plain and distributed tensors among these values of the state, which are by FQN. Returns the
+        copies as targets of the load: one that the load does not fill is what the state had.
+        """
+        kinds = PLAIN_TENSORS
+        self._new = {
+            fqn: _copy(each) for fqn, each in values.items() if type(each) in kinds or isinstance(each, DTensor)
+        }
+        shards = LocalShards(with_addresses=True)
+        shards.add_all(self._new.items())
+        return shards.found
+
+    def unequal(self, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Returns the loaded tensors that differ from those of the state, and so cannot be the same memory."""
+        return {fqn: new for fqn, new in self._new.items() if not _have_same_bytes(new, values[fqn])}
+
+    def __bool__(self) -> bool:
+        return bool(self._new)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    new = tensor.detach().clone()
+    return torch.nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else new
+
+
+def _have_same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compares the elements that this rank has of two tensors of one shape and dtype."""
+    local = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in (one, other)]
+    plain = [tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for tensor in local]
+    return torch.equal(*plain)
+
+
 ABSENT = object()
 """Stands for a value that a tree must not have, and for a tree of which nothing is left."""
 
@@ -96,6 +136,8 @@ class TreeTarget:
         """Live subclasses that stay as they are, by state FQN."""
         self.own: dict[str, torch.Tensor] = {}
         """Subclasses of an object that gets new ones, by state FQN; each stays unless the new one is wholly loaded."""
+        self.separate = SeparateTensors()
+        """Memory for the object's own tensors that are the same memory as others."""
 
     def expect(self, saved: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Expectation:
         """Returns the targets of the tensors that the load takes of the tree, with claims on all of its values, and a
@@ -129,6 +171,7 @@ class TreeTarget:
         exclude leave out are as in `current`, and absent if `current` lacks them. Changes `saved.tree`.
         """
         values = leaves(saved.tree, saved.fqn)
+        self._new.update(self.separate.unequal(current))
         unbuildable = self._unbuildable(values, checkpoint).keys()
         unbuilt = self.left_out(saved, checkpoint)
         new: dict[str, Any] = {name: self.own.get(state_fqn(name, checkpoint), ABSENT) for name in unbuilt}

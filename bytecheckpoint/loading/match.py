@@ -13,9 +13,11 @@ from torch.autograd.graph import increment_version
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor
 from bytecheckpoint.adapters.collect import Entry
+from bytecheckpoint.adapters.containers import PlainEntry
 from bytecheckpoint.adapters.expectation import Problem, not_stored
 from bytecheckpoint.adapters.native.weight_scales import WeightScales, names_beside
 from bytecheckpoint.adapters.shards import LocalShard, has_all_memory, shares_elements, torch_dtype
+from bytecheckpoint.adapters.stateful import StatefulEntry
 from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.dtypes import MXFP4
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
@@ -94,7 +96,7 @@ def match_state(entries: Collection[Entry], stored: CheckpointView, *, cast: boo
         blocks.append(_match_shards(match._replace(cast=set()), TargetShards(copies), stored, cast=True))
     blocks = [block for block in blocks if block]
     match = match._replace(shards=TargetShards.of(blocks[0] if len(blocks) == 1 else [*chain.from_iterable(blocks)]))
-    match = _without(match, _shared(match))
+    match = _each_once(match, entries)
     match = _without(match, _read_only(match))
     match = _with_scales(match, stored) if match.cast else match
     match.padding.extend(shard.tensor for shard in _not_refused(match, padding))
@@ -182,10 +184,11 @@ def _not_refused(match: Match, shards: Sequence[LocalShard]) -> list[LocalShard]
     return [shard for shard in shards if shard.fqn not in refused]
 
 
-def _shared(match: Match) -> list[int]:
-    """Returns the numbers of the shards to leave out so that memory is filled once: tied tensors, and views of a part,
-    take the value of the tensor that contains them. Adds a tensor that overlaps with another in part to the problems:
-    it would hold a mixture of both, which could not be verified.
+def _each_once(match: Match, entries: Collection[Entry]) -> Match:
+    """Returns the match with all memory filled once. Tied tensors of modules, and views of a part, take the value of
+    the tensor that contains them; tied tensors of other entries are loaded apart where the checkpoint has several. Adds
+    a tensor that overlaps with another in part to the problems: it would hold a mixture of both, which could not be
+    verified.
     """
     shared = find_overlaps(match.shards)
     for first, second in shared.clashing:
@@ -195,7 +198,35 @@ def _shared(match: Match) -> list[int]:
             "are different tensors in the checkpoint; give each memory of its own, or leave one out"
         )
         match.problems.append(Problem("conflict", fqn, text))
-    return [second for _, second in shared.within + shared.clashing]
+    left_out = [second for _, second in shared.within + shared.clashing]
+    apart = _separate(match, shared.within, entries)
+    match = _without(match, left_out)
+    if not apart:
+        return match
+    shards, fqns = zip(*apart, strict=True)
+    return match._replace(shards=TargetShards([*match.shards, *shards]), stored_fqns=[*match.stored_fqns, *fqns])
+
+
+def _separate(
+    match: Match, tied: Collection[tuple[int, int]], entries: Collection[Entry]
+) -> list[tuple[LocalShard, str]]:
+    """Returns new targets, with the stored FQN of each, for the second shards of the pairs in `tied` whose two shards
+    are the same elements, and two tensors in the checkpoint.
+    """
+    stored = {
+        match.shards[second].fqn: match.stored_fqns[second]
+        for first, second in tied
+        if match.stored_fqns[first] != match.stored_fqns[second] and _are_same(match.shards, first, second)
+    }
+    others = [entry for entry in entries if isinstance(entry, PlainEntry | StatefulEntry)] if stored else []
+    by_entry = ((entry, [fqn for fqn in stored if is_at_or_below(fqn, {entry.fqn})]) for entry in others)
+    shards = chain.from_iterable(entry.separate(fqns) for entry, fqns in by_entry if fqns)
+    return [(shard, stored[shard.fqn]) for shard in shards]
+
+
+def _are_same(shards: Sequence[LocalShard], first: int, second: int) -> bool:
+    one, other = shards[first].tensor, shards[second].tensor
+    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
 
 
 def _read_only(match: Match) -> list[int]:

@@ -1,7 +1,8 @@
 """The names of an optimizer's parameters, in a checkpoint and in the state. Knows nothing of what is stored.
 
-A parameter of the module whose FQN is `model` is named as in that module, a parameter of any other module by its FQN.
-So a name depends on nothing that other ranks hold, and on nothing else that the state holds.
+A parameter in the entry whose FQN is `model` is named as in that entry, any other by its FQN. Modules come first,
+then the optimizer's own names, then tensors that stand in the state by themselves, such as a learned temperature. So a
+name depends on nothing that other ranks hold, and on nothing else that the state holds.
 """
 
 from __future__ import annotations
@@ -36,6 +37,15 @@ class NamesParameters(Protocol):
         """Returns the other names of tied tensors -> their first name."""
 
 
+class HoldsTensors(Protocol):
+    """An entry of the state with tensors that belong to no module."""
+
+    fqn: str
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the state FQN of each tensor, and the tensor."""
+
+
 class ParameterNames(NamedTuple):
     """The names of one parameter."""
 
@@ -44,7 +54,7 @@ class ParameterNames(NamedTuple):
     fqns: tuple[str, ...]
     """All FQNs that it has in the state, or may have: several where it is tied, or stands in two modules."""
     elsewhere: tuple[str, ...] = ()
-    """Its FQNs in other modules than the first that has it."""
+    """Its FQNs in other modules than the first that has it, or its further FQNs if it belongs to none."""
 
     @property
     def is_outside_model(self) -> bool:
@@ -84,13 +94,16 @@ class OptimizedParameters(NamedTuple):
 
 
 def name_parameters(
-    optimizer_fqn: str, parameters: Iterable[tuple[torch.Tensor, str | None]], modules: Sequence[NamesParameters]
+    optimizer_fqn: str,
+    parameters: Iterable[tuple[torch.Tensor, str | None]],
+    modules: Sequence[NamesParameters],
+    others: Sequence[HoldsTensors],
 ) -> OptimizedParameters:
     """Names the contents of the tensors that an optimizer calls parameters. Each is given with the name that the
     optimizer itself has for it, or None.
 
-    Raises CheckpointSaveError (unsupported_value) for a parameter that has no name or is given twice, and if two would
-    have the same name.
+    `others` are the entries of the state with tensors beside modules. Raises CheckpointSaveError (unsupported_value)
+    for a parameter that has no name or is given twice, and if two would have the same name.
     """
     parameters = list(parameters)
     in_modules = _found_in_modules(dict.fromkeys(id(parameter) for parameter, _ in parameters), modules)
@@ -99,6 +112,8 @@ def name_parameters(
         return in_modules
     found = OptimizedParameters({}, {})
     whole, flat = found
+    unnamed = {id(parameter) for parameter, own_name in parameters if own_name is None}
+    alone = _found_alone(unnamed - in_modules.whole.keys() - in_modules.flat.keys(), others)
     for parameter, own_name in parameters:
         key = id(parameter)
         if key in whole or key in flat:
@@ -110,7 +125,7 @@ def name_parameters(
         elif key in in_modules.flat:
             flat[key] = in_modules.flat[key]
         else:
-            whole[key] = _alone(optimizer_fqn, parameter, own_name)
+            whole[key] = alone.get(key) or _named_by_optimizer(optimizer_fqn, parameter, own_name)
     _check_unique(optimizer_fqn, found)
     return found
 
@@ -166,7 +181,20 @@ def _merged_part(first: OptimizedParameter, other: OptimizedParameter) -> Optimi
     return OptimizedParameter(_merged(first.names, other.names), first.part)
 
 
-def _alone(optimizer_fqn: str, parameter: torch.Tensor, name: str | None) -> ParameterNames:
+def _found_alone(wanted: Collection[int], entries: Sequence[HoldsTensors]) -> dict[int, ParameterNames]:
+    """Returns the names of the tensors with the `wanted` ids that stand in the state by themselves, by id."""
+    found: dict[int, ParameterNames] = {}
+    for entry in entries if wanted else ():
+        prefix = f"{MODEL_FQN}." if entry.fqn == MODEL_FQN else ""
+        for fqn, tensor in entry.tensors():
+            key = id(tensor)
+            if key in wanted and not is_flattened(tensor):
+                names = ParameterNames(fqn.removeprefix(prefix), (fqn,))
+                found[key] = _merged(found[key], names) if key in found else names
+    return found
+
+
+def _named_by_optimizer(optimizer_fqn: str, parameter: torch.Tensor, name: str | None) -> ParameterNames:
     """Returns the names of a parameter that only its optimizer names. A checkpoint may have it in a `model`. Raises
     CheckpointSaveError (unsupported_value) if it has no name, or is a flat parameter of FSDP1.
     """
@@ -177,8 +205,8 @@ def _alone(optimizer_fqn: str, parameter: torch.Tensor, name: str | None) -> Par
         raise unsupported(
             optimizer_fqn,
             f"an optimizer with a parameter of shape {list(parameter.shape)} that no module of the state has",
-            "pass the model beside it (the module itself, not its state_dict() and no object around it), or build the "
-            "optimizer from model.named_parameters()",
+            "pass the model beside it (the module itself, not its state_dict() and no object around it), or the "
+            "parameter as a tensor of the state, or build the optimizer from model.named_parameters()",
         )
     name = plain_name(name)
     return ParameterNames(name, (name, join_fqn(MODEL_FQN, name)))

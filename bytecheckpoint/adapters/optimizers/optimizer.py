@@ -21,6 +21,7 @@ from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
 from bytecheckpoint.adapters.frameworks.fsdp1 import shows_parameter
 from bytecheckpoint.adapters.native.parameter_names import (
     MODEL_FQN,
+    HoldsTensors,
     NamesParameters,
     OptimizedParameters,
     ParameterNames,
@@ -88,7 +89,7 @@ class OptimizerEntry:
         self._optimized = OptimizedParameters({}, {})
         """Parameters in each tensor of the param_groups."""
         self._has_model = False
-        """True if the state has a module `model`, whose parameters may have the FQNs of other modules' as names."""
+        """True if the state has an entry `model`, whose parameters may have the FQNs of other entries' as names."""
         self._created: CreatedTensors = {}
         self._hyperparameters: dict[str, torch.Tensor] = {}
         """Memory that the load fills, by state FQN, for tensors of groups that lie in data files."""
@@ -103,10 +104,10 @@ class OptimizerEntry:
         self._left: set[int] = set()
         """Ids of parameters whose state is left as it is, because it lacks tensors that do not fit."""
 
-    def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
-        """Takes the names of the parameters from the modules of the state.
+    def name_parameters(self, modules: Sequence[NamesParameters], others: Sequence[HoldsTensors]) -> None:
+        """Takes the names of the parameters from the modules of the state, and from the other entries with tensors.
 
-        Raises CheckpointSaveError (unsupported_value) for a parameter that neither a module nor its optimizer names, or
+        Raises CheckpointSaveError (unsupported_value) for a parameter that neither they nor its optimizer name, or
         that two optimizers of this entry hold, and for a ZeroRedundancyOptimizer.
         """
         for optimizer in self.optimizers:
@@ -117,8 +118,8 @@ class OptimizerEntry:
             names = group.values.get("param_names") or []
             are_all_named = len(names) == len(group.parameters)  # a wrapper puts other parameters in their place
             parameters += zip(group.parameters, names if are_all_named else [None] * len(group.parameters), strict=True)
-        self._optimized = name_parameters(self.fqn, parameters, modules)
-        self._has_model = any(module.fqn == MODEL_FQN for module in modules)
+        self._optimized = name_parameters(self.fqn, parameters, modules, others)
+        self._has_model = MODEL_FQN in {*(module.fqn for module in modules), *(other.fqn for other in others)}
 
     def check_can_be_lazy(self) -> None:
         """Raises CheckpointSaveError (unsupported_value) where an optimizer would not wait for a lazy snapshot."""

@@ -17,7 +17,7 @@ import torch
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
-from bytecheckpoint.adapters.native.parameter_names import NamesParameters
+from bytecheckpoint.adapters.native.parameter_names import HoldsTensors, NamesParameters
 from bytecheckpoint.adapters.optimizers.forms import OWN, Form
 from bytecheckpoint.adapters.optimizers.hyperparameters import kind_of
 from bytecheckpoint.adapters.optimizers.inner_optimizers import (
@@ -107,16 +107,16 @@ class OptimizerWrapperEntry:
         self._unnamed: CheckpointSaveError | None = None
         """The error for parameters without names; None if all have names."""
 
-    def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
-        """Takes the names of the parameters from the modules of the state. A parameter without a name is an error only
-        when an optimizer is saved or loaded by parameter.
+    def name_parameters(self, modules: Sequence[NamesParameters], others: Sequence[HoldsTensors]) -> None:
+        """Takes the names of the parameters as `OptimizerEntry` does. A parameter without a name is an error only when
+        an optimizer is saved or loaded by parameter.
 
         Raises CheckpointSaveError (unsupported_value) for an optimizer that has only this rank's part of its state.
         """
         for optimizer in self.optimizers:
             refuse_zero_redundancy(self.fqn, optimizer)
         try:
-            self._by_parameter.name_parameters(modules)
+            self._by_parameter.name_parameters(modules, others)
         except CheckpointSaveError as error:
             self._unnamed = error  # saving its state_dict() needs no names
 

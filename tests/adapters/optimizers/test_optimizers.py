@@ -490,6 +490,41 @@ def test_parameters_of_no_module_are_refused_with_advice(tmp_path: Path, call: A
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("name", ["temperature", "model"])
+@pytest.mark.parametrize("beside", ["nothing", "a module"])
+def test_an_optimizer_of_tensors_of_the_state_needs_no_module(tmp_path: Path, name: str, beside: str) -> None:
+    def build(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        alone, nested = nn.Parameter(torch.randn(())), torch.randn(2, requires_grad=True)
+        net = mlp(seed)
+        parameters = [alone, nested, *(net.parameters() if beside == "a module" else [])]
+        optimizer = torch.optim.Adam(parameters, lr=0.1)
+        sum(parameter.square().sum() for parameter in parameters).backward()
+        optimizer.step()
+        tensors = {"alone": alone, "in": [nested], "again": alone}
+        return {name: tensors, "optimizer": optimizer} | ({"net": net} if beside == "a module" else {})
+
+    source, target = build(0), build(1)
+    alone = target[name]["alone"]
+    bcp.save(tmp_path, source)
+    bcp.load(tmp_path, target)
+    assert target[name]["alone"] is alone
+    assert same_value(target[name], source[name])
+    assert same_optimizer(source["optimizer"], target["optimizer"])
+
+
+def test_adapters_alone_go_on_in_the_module_that_has_them(tmp_path: Path) -> None:
+    model, other = mlp(0), mlp(1)
+    adapters = {key: parameter for key, parameter in model.named_parameters() if key.startswith("3.")}
+    optimizer = torch.optim.Adam(adapters.values())
+    train(model, [optimizer], 2)
+    bcp.save(tmp_path, {"model": adapters, "optimizer": optimizer})
+    restored = torch.optim.Adam(other[3].parameters())
+    bcp.load(tmp_path, {"model": other, "optimizer": restored}, exclude=["model.0.*", "model.1.*"])
+    assert same_module(model[3], other[3])
+    assert same_optimizer(optimizer, restored)
+
+
 def test_several_optimizers_over_several_modules(tmp_path: Path) -> None:
     def build(seed: int) -> dict[str, Any]:
         generator, critic = mlp(seed), mlp(seed + 10)

@@ -1,0 +1,126 @@
+"""Tensors that are one in the state and several in the checkpoint: each gets the value that was saved of it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import lr_scheduler
+from training import same_value
+
+import bytecheckpoint as bcp
+from distributed.workers import WorkerPool
+
+
+def changed(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    return model
+
+
+def test_best_weights_that_are_still_those_of_the_model_get_what_was_saved(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    best = copy.deepcopy(model.state_dict())
+    bcp.save(tmp_path, {"model": changed(model), "best": best})
+    restored = nn.Linear(3, 2)
+    state = {"model": restored, "best": restored.state_dict()}
+    bcp.load(tmp_path, state)
+    assert same_value(restored.state_dict(), model.state_dict())
+    assert same_value(state["best"], best)
+
+
+@pytest.mark.parametrize("nest", [lambda tensor: tensor, lambda tensor: {"in": [tensor, 1]}], ids=["bare", "nested"])
+def test_a_tensor_that_stands_twice_in_the_state_becomes_two_where_they_differ(tmp_path: Path, nest: Any) -> None:
+    saved = {"now": nest(torch.ones(3)), "before": nest(torch.zeros(3)), "first": nest(torch.ones(3))}
+    bcp.save(tmp_path, saved)
+    one = torch.full((3,), 7.0)
+    state = {"now": nest(one), "before": nest(one), "first": nest(one)}
+    bcp.load(tmp_path, state)
+    assert same_value(state, saved)
+    assert same_value(one, torch.ones(3))
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan")])
+def test_a_tensor_that_stands_twice_in_the_state_stays_one_where_both_are_the_same(
+    tmp_path: Path, value: float
+) -> None:
+    model = nn.Linear(3, 2)
+    model.weight.data.fill_(value)
+    bcp.save(tmp_path, {"model": model, "parameters": dict(model.named_parameters())})
+    restored = nn.Linear(3, 2)
+    state = {"model": restored, "parameters": dict(restored.named_parameters())}
+    bcp.load(tmp_path, state)
+    assert state["parameters"]["weight"] is restored.weight
+    assert same_value(restored.weight.detach(), model.weight.detach())
+
+
+def test_a_module_in_a_tuple_keeps_the_tensor_beside_it(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    bcp.save(tmp_path, {"pair": (model, torch.zeros(2))})
+    restored = nn.Linear(3, 2)
+    state = {"pair": (restored, restored.bias)}
+    bcp.load(tmp_path, state)
+    assert same_value(restored.bias.detach(), model.bias.detach())
+    assert state["pair"][1] is restored.bias
+
+
+class Tracker:
+    """Has one tensor under two names until `split`."""
+
+    def __init__(self) -> None:
+        self.low = self.high = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"low": self.low, "high": self.high}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.low, self.high = state["low"], state["high"]
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_an_object_with_one_tensor_under_two_names_gets_both(tmp_path: Path, is_split: bool) -> None:
+    tracker, restored = Tracker(), Tracker()
+    tracker.low = torch.full((3,), 2.0)
+    tracker.high = torch.full((3,), 3.0) if is_split else tracker.low
+    bcp.save(tmp_path, {"tracker": tracker})
+    bcp.load(tmp_path, {"tracker": restored})
+    assert same_value(restored.state_dict(), tracker.state_dict())
+    assert (restored.low is restored.high) != is_split
+
+
+def test_schedulers_in_a_row_keep_their_own_last_tensor_rate(tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, lr_scheduler.LRScheduler]:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+        schedulers = [lr_scheduler.LinearLR(optimizer, 0.1), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+        return model, optimizer, lr_scheduler.SequentialLR(optimizer, schedulers, [2])
+
+    (model, optimizer, scheduler), (other, its_optimizer, restored) = build(), build()
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer, "scheduler": scheduler})
+    bcp.load(tmp_path, {"model": other, "optimizer": its_optimizer, "scheduler": restored})
+    assert same_value(restored.state_dict(), scheduler.state_dict())
+
+
+def resume_with_best(rank: int, world_size: int, path: str) -> None:
+    model = fully_shard(nn.Linear(8, 6))
+    best = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    bcp.save(path, {"model": changed(model), "best": best})
+    restored = fully_shard(nn.Linear(8, 6))
+    state = {"model": restored, "best": restored.state_dict()}
+    bcp.load(path, state)
+    for name, tensor in best.items():
+        assert torch.equal(state["best"][name].to_local(), tensor.to_local())
+        assert torch.equal(restored.state_dict()[name].to_local(), model.state_dict()[name].to_local())
+
+
+def test_best_weights_of_a_sharded_model_get_what_was_saved(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(resume_with_best, str(tmp_path), world_size=2)
