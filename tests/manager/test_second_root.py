@@ -124,6 +124,25 @@ def test_a_step_that_waits_for_its_copy_is_not_deleted_and_the_next_attempt_copi
     assert caplog.text.count("is tried again") == 1
 
 
+def test_a_step_is_deleted_that_was_copied_while_the_first_work_after_a_commit_was_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bcp.save(tmp_path / "here", state_at(1), step=1)
+    real = background.Background._record_earlier
+
+    def record(self: background.Background) -> None:
+        while self._second is not None and self._second.waiting():
+            time.sleep(0.01)
+        real(self)
+
+    monkeypatch.setattr(background.Background, "_record_earlier", record)
+    with manager_at(tmp_path) as manager:
+        save_steps(manager, 2)
+        manager.wait()
+        assert manager.steps() == [2]
+    assert bcp.steps(tmp_path / "there") == [1, 2]
+
+
 @pytest.mark.parametrize("is_missing", [False, True])
 def test_a_damaged_step_is_named_and_the_others_are_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_missing: bool

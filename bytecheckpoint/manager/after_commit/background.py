@@ -108,7 +108,7 @@ class Background:
             saves=self.saves,
             replaced=self.replaced,
             overwrites=overwrites,
-            on_fewer_waiting=self._ask_to_delete,
+            on_fewer_waiting=self._work.ask,
         )
         self._second.work.ask()
 
@@ -120,10 +120,6 @@ class Background:
         self.steps.set_abandoned(branch.abandoned)
         if self._second is not None:
             self._second.await_branch(branch)
-
-    def _ask_to_delete(self) -> None:
-        if not self._is_first:  # nothing is deleted before this manager has committed
-            self._work.ask()
 
     def add(self, commit: Commit) -> None:
         """Hands over a commit. Never blocks."""
