@@ -503,6 +503,22 @@ def test_a_restore_may_begin_while_the_work_after_the_first_commit_forgets_resto
     assert has_forgotten.is_set()
 
 
+def test_work_that_is_tried_again_after_the_first_commit_forgets_no_restore_that_has_begun_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError("the policy of the user fails")
+
+    monkeypatch.setattr(background, "_FAILING_S", 0.0)
+    monkeypatch.setattr(background, "decide", refuse)
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        manager.save(1, state_at(1))
+        manager.wait()
+        note_restore(manager._store, 1, time=0.0)
+        manager.wait()
+        assert count_open_restores(manager._store) == {1: 1}
+
+
 def test_what_a_manager_committed_last_stays_beside_higher_steps(tmp_path: Path) -> None:
     for step in (998, 1000):
         bcp.save(tmp_path, {"w": torch.zeros(4)}, step=step)

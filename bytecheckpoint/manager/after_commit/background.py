@@ -64,8 +64,9 @@ class Background:
         self._commits: deque[Commit] = deque()
         self._may_be_half_deleted = True
         """True while a deletion may be half done: one of an earlier manager at first, later one that failed here."""
-        self._is_first = True
-        """True until the work after the first commit, which also clears what earlier managers left, is done."""
+        self._may_clear = self._may_lack_records = True
+        """True until the work after the first commit has cleared what earlier managers left, and written the records
+        that they did not."""
         self._newest: int | None = None
         """Step that this manager committed last."""
         self._work = RetriedWork("bcp-manager", self._catch_up, what=f"the background work in {self._store}")
@@ -218,18 +219,19 @@ class Background:
             self._may_be_half_deleted = False
         if self._newest is None:  # nothing else is deleted before this manager has committed
             return
-        if self._is_first:
+        if self._may_clear:
             self._generation.clear_earlier(before_folder=self._let_saves_go_first)
             with self._restore_notes:
                 forget_restores(self._store, None)
             self._delete_earlier_logs()
+            self._may_clear = False
         self._may_be_half_deleted = True
         self._delete_due()
         self._may_be_half_deleted = False
         self._record_commits()
-        if self._is_first:
+        if self._may_lack_records:
             self._record_earlier()
-            self._is_first = False
+            self._may_lack_records = False
         self._pauses.note_caught_up()
 
     def _let_saves_go_first(self) -> None:
