@@ -199,7 +199,7 @@ class CheckpointManager:
         for number, why in choice.passed_over.items():
             logger.error("step %d is passed over: %s", number, why)
         if choice.step is not None and self._owned is not None:
-            self._owned.background.note_restore(choice.step)
+            self._owned.background.note_restore(choice.step, timeout_s=self._options.save.timeout_s)
         return choice
 
     def _start_fresh(

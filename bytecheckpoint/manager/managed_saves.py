@@ -186,7 +186,6 @@ class ManagedSaves:
         began = self._owned.clock.now() if self._owned is not None else 0.0
         with ExitStack() as undo:
             if self._owned is not None:
-                self._owned.background.begin_save(step)
                 undo.callback(self._owned.background.end_save, step)
             try:
                 handle = phases.run_save(
@@ -225,6 +224,8 @@ class ManagedSaves:
         It is called in a phase whose errors all ranks raise, so an error of the preparation is raised here too. Raises
         CheckpointMismatchError (conflict) if `metadata` has metrics.
         """
+        if self._owned is not None:
+            self._owned.background.begin_save(step, timeout_s=self._options.save.timeout_s)
         self.prepared.raise_failure(step)
         if isinstance(metadata, Mapping) and "metrics" in metadata:
             raise CheckpointMismatchError(

@@ -15,7 +15,7 @@ from manager.steps import read_steps, step_info
 
 import bytecheckpoint as bcp
 from bytecheckpoint import api, keep_policies, save_policies
-from bytecheckpoint.errors import CheckpointExistsError, CheckpointNotFoundError, CheckpointSaveError
+from bytecheckpoint.errors import CheckpointExistsError, CheckpointNotFoundError, CheckpointSaveError, StorageError
 from bytecheckpoint.manager import retention, step_records
 from bytecheckpoint.manager.after_commit import background
 from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, StepChange
@@ -438,6 +438,32 @@ def test_a_restore_waits_for_the_deletion_of_its_step_and_then_changes_nothing(
             manager.restore(state, step=2)
         assert manager.latest() == 3
     assert not state["weight"].any()
+
+
+def test_a_save_and_a_restore_wait_no_longer_than_half_their_timeout_for_a_deletion_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_end, real = threading.Event(), threading.Event(), background.delete_steps
+
+    def delete(*args: Any, **options: Any) -> Any:
+        has_begun.set()
+        assert may_end.wait(60)
+        return real(*args, **options)
+
+    monkeypatch.setattr(background, "delete_steps", delete)
+    with manager_at(tmp_path, keep=NEWEST, save=bcp.SaveOptions(overwrite=True, timeout_s=2)) as manager:
+        for step in (2, 3):
+            manager.save(step, state_at(step))
+        assert has_begun.wait(60)
+        with pytest.raises(StorageError, match="is being deleted"):
+            manager.restore(state_at(0), step=2)
+        with pytest.raises(StorageError, match="is being deleted"):
+            manager.save(2, state_at(2.5))
+        may_end.set()
+        manager.save(2, state_at(2.75))
+        manager.wait()
+        manager.save(4, state_at(4))
+    assert bcp.steps(tmp_path) == [4]
 
 
 def test_a_step_whose_deletion_was_decided_stays_if_it_is_restored_before_that(

@@ -129,27 +129,41 @@ class Background:
         self._commits.append(commit)
         self._work.ask()
 
-    def begin_save(self, step: int) -> None:
-        """Notes that a save of the step begins: no deletion of it begins before `end_save`. Waits for one under way."""
-        with self._use:
-            self._use.wait_for(lambda: self._deleting != step)
-            self._saving.add(step)
-        self.saves.begin()
-
-    def end_save(self, step: int) -> None:
-        """Notes that a save has ended, with or without an error."""
-        self._saving.discard(step)
-        self.saves.end()
-
-    def note_restore(self, step: int) -> None:
-        """Notes, also in the store, that a restore of the step begins: no deletion of it begins before another step is
-        restored. Waits for one under way, after which the step cannot be loaded.
+    def begin_save(self, step: int, *, timeout_s: float) -> None:
+        """Notes that a save of the step begins: no deletion of it begins before `end_save`. Waits for one under way;
+        raises StorageError (unavailable) if that takes longer than half of `timeout_s`.
         """
         with self._use:
-            self._use.wait_for(lambda: self._deleting != step)
+            self._await_deletion(step, timeout_s)
+            self._saving.add(step)
+            self.saves.begin()
+
+    def end_save(self, step: int) -> None:
+        """Notes that a save has ended, with or without an error. Does nothing if it was not noted as begun."""
+        if step in self._saving:
+            self._saving.remove(step)
+            self.saves.end()
+
+    def note_restore(self, step: int, *, timeout_s: float) -> None:
+        """Notes, also in the store, that a restore of the step begins: no deletion of it begins before another step is
+        restored. Waits as `begin_save` does for one under way, after which the step cannot be loaded.
+        """
+        with self._use:
+            self._await_deletion(step, timeout_s)
             self._held = {**self._held, step: "restored"}
         with self._restore_notes:
             note_restore(self._store, step, time=self._clock.now())
+
+    def _await_deletion(self, step: int, timeout_s: float) -> None:
+        """Half of the time, so that the other ranks still wait for this one and raise its error."""
+        if not self._use.wait_for(lambda: self._deleting != step, timeout_s / 2):
+            raise StorageError(
+                f"step {step} of {self._store} is being deleted, and was not gone after {timeout_s / 2:g} s; nothing was "
+                "saved or loaded: see if the storage answers, then try again",
+                kind="unavailable",
+                path=str(self._store),
+                step=step,
+            )
 
     def note(self, change: StepChange) -> None:
         """Notes a change that was written beside a step: for retention, and if it has metrics, for the second root."""
