@@ -158,8 +158,8 @@ class Background:
         """Half of the time, so that the other ranks still wait for this one and raise its error."""
         if not self._use.wait_for(lambda: self._deleting != step, timeout_s / 2):
             raise StorageError(
-                f"step {step} of {self._store} is being deleted, and was not gone after {timeout_s / 2:g} s; nothing was "
-                "saved or loaded: see if the storage answers, then try again",
+                f"step {step} of {self._store} is being deleted, and was not gone after {timeout_s / 2:g} s; nothing "
+                "was saved or loaded: see if the storage answers, then try again",
                 kind="unavailable",
                 path=str(self._store),
                 step=step,
