@@ -314,6 +314,11 @@ class TensorTable(Mapping[str, TensorRecord]):
         row_bytes, first_chunks = self.sizes.byte_lengths // num_rows, run_starts(columns.num_chunks)
         return RowChunks(is_known, num_rows, chunk_rows, row_bytes, first_chunks)
 
+    def check_many(self, fqns: Sequence[str], num_chunks: np.ndarray) -> None:
+        """Checks each tensor of which thousands of chunks are asked for: a small file can claim millions."""
+        for number in np.flatnonzero(num_chunks > _CHUNKS_ONE_BY_ONE).tolist():
+            self._checked_slice(fqns[number])
+
     def places_of(self, chunks: np.ndarray, byte_lengths: np.ndarray) -> ChunkPlaces:
         """Returns the places of uncompressed chunks, given by number and with the bytes that their regions take, once
         it is checked that they lie in their files.

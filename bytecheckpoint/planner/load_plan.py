@@ -194,7 +194,9 @@ def _plan_rows(manifest: Manifest, wants: Wants) -> tuple[NDArray[np.bool_], def
     of_chunks, first_rows, last_rows = cut.of(wanted_by), firsts[wanted_by], (firsts + counts - 1)[wanted_by]
     chunks = first_rows // of_chunks.chunk_rows
     num_chunks = last_rows // of_chunks.chunk_rows - chunks + 1
-    if (num_chunks > 1).any():  # from here on there is an entry for each chunk of each of these wants
+    if (num_chunks > 1).any():
+        manifest.table.check_many([wants.fqns[number] for number in wanted_by.tolist()], num_chunks)
+        # From here on there is an entry for each chunk of each of these wants.
         each = np.repeat(np.arange(len(wanted_by)), num_chunks)
         chunks = np.arange(len(each)) - np.repeat(np.cumsum(num_chunks) - num_chunks - chunks, num_chunks)
         wanted_by, first_rows, last_rows = wanted_by[each], first_rows[each], last_rows[each]
@@ -217,7 +219,7 @@ def _plan_rows(manifest: Manifest, wants: Wants) -> tuple[NDArray[np.bool_], def
 
 def _wanted_rows(manifest: Manifest, wants: Wants) -> tuple[RowChunks, np.ndarray, np.ndarray]:
     """Returns, for each want, how its tensor is cut, the first row, and the number of rows. `is_known` is False also
-    for a want that is not whole rows, or whose memory does not take raw bytes.
+    for a want that is not whole rows of the tensor, or whose memory does not take raw bytes.
     """
     cut = manifest.table.row_chunks(wants.fqns)
     is_known, firsts, counts = cut.is_known & np.array(wants.are_flat, bool), np.zeros_like(cut.num_rows), cut.num_rows
@@ -225,9 +227,10 @@ def _wanted_rows(manifest: Manifest, wants: Wants) -> tuple[RowChunks, np.ndarra
     if wanted != stored:
         counts = counts.copy()
         for number in np.flatnonzero(is_known & np.fromiter(map(ne, wanted, stored), bool, len(wants))).tolist():
-            lengths = wanted[number]
-            if lengths[1:] == stored[number][1:]:
-                firsts[number], counts[number] = wants.regions[number].offsets[0], lengths[0]
+            lengths, shape, (first, *_) = wanted[number], stored[number], wants.regions[number].offsets
+            # Hazard: rows behind the last are another tensor's.
+            if lengths[1:] == shape[1:] and first + lengths[0] <= shape[0]:
+                firsts[number], counts[number] = first, lengths[0]
             else:
                 is_known[number] = False
     return cut._replace(is_known=is_known), firsts, counts

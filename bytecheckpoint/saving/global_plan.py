@@ -229,7 +229,7 @@ class _GlobalPlanner:
         self._copies = local_plan.replicas.copies if local_plan.replicas is not None else 1
         self._max_file_bytes = local_plan.max_file_bytes
         self.plan: SavePlan | None = None
-        """None if the cached plan is used."""
+        """None on the other ranks, and if the cached plan is used."""
         self.objects: Mapping[str, bytes] = {}
         self.rank_objects: Mapping[str, Mapping[int, bytes]] = {}
         self.known_plain: Mapping[bytes, bytes] = {}

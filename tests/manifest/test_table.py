@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.errors import CheckpointCorruptError
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointMismatchError
 from bytecheckpoint.manifest import (
     Chunk,
     DataFile,
@@ -226,6 +226,21 @@ def test_wants_of_whole_rows_are_planned_without_a_look_at_each_chunk(
     lengths = [length for want, _, length in rows if want == 0]
     assert rows == [*((0, sum(lengths[:number]), length) for number, length in enumerate(lengths)), (1, 0, 2)]
     assert sum(lengths) == 6 * 2 * 2
+
+
+@pytest.mark.parametrize("region", [Region((6,), (4,)), Region((0,), (12,))], ids=str)
+def test_rows_behind_the_last_are_not_taken_from_the_next_tensor(region: Region) -> None:
+    opened = open_manifest(encode_manifest(halves("ab")))
+    with pytest.raises(CheckpointMismatchError, match="does not hold every element"):
+        plan_load(opened, [Want("a", region, is_flat=True)], verify=True, max_gap_bytes=0, max_fetch_bytes=1 << 20)
+
+
+def test_many_chunks_that_share_bytes_are_refused_before_they_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "_CHUNKS_ONE_BY_ONE", 1)
+    monkeypatch.setattr(table.TensorTable, "places_of", None)
+    opened = open_manifest(tampered(halves("a"), chunk_files=bytes(2), chunk_byte_offsets=bytes(2)))
+    with pytest.raises(CheckpointCorruptError, match="'a' and one of 'a' share bytes"):
+        plan(opened, "a")
 
 
 def test_many_chunks_are_checked_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
