@@ -19,6 +19,7 @@ from bytecheckpoint.adapters.native.weight_scales import WeightScales, names_bes
 from bytecheckpoint.adapters.shards import LocalShard, has_all_memory, shares_elements, torch_dtype
 from bytecheckpoint.adapters.stateful import StatefulEntry
 from bytecheckpoint.adapters.target_shards import TargetShards
+from bytecheckpoint.distributed.ranks import Ranks, merge_texts
 from bytecheckpoint.dtypes import MXFP4
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.manifest.plain_wire import is_at_or_below
@@ -44,6 +45,8 @@ class Match(NamedTuple):
     same tensor subclass."""
     padding: list[torch.Tensor]
     """Memory of loaded tensors beyond the elements that the checkpoint has."""
+    has_ties: bool = False
+    """True if tensors that are the same memory are loaded apart."""
     scales: WeightScales | None = None
     """Scales of quantized weights among the shards, if there are any; their memory is the last of the shards."""
 
@@ -84,7 +87,8 @@ def match_state(entries: Collection[Entry], stored: CheckpointView, *, cast: boo
     names = {entry.fqn for entry in entries}
     match.skipped.update(fqn for fqn in stored.skipped if is_at_or_below(fqn, names))
     padding: list[LocalShard] = []
-    for entry in entries:
+    # Last, what can be put apart: an object may copy what it loads into memory that it shares with plain data.
+    for entry in sorted(entries, key=lambda entry: isinstance(entry, PlainEntry)):
         expectation = entry.expect(stored)
         padding += expectation.padding
         match.problems.extend(problem for problem in expectation.problems if not stored.skips(problem.fqn))
@@ -204,7 +208,8 @@ def _each_once(match: Match, entries: Collection[Entry]) -> Match:
     if not apart:
         return match
     shards, fqns = zip(*apart, strict=True)
-    return match._replace(shards=TargetShards([*match.shards, *shards]), stored_fqns=[*match.stored_fqns, *fqns])
+    targets = TargetShards([*match.shards, *shards])
+    return match._replace(shards=targets, stored_fqns=[*match.stored_fqns, *fqns], has_ties=True)
 
 
 def _separate(
@@ -220,8 +225,19 @@ def _separate(
     }
     others = [entry for entry in entries if isinstance(entry, PlainEntry | StatefulEntry)] if stored else []
     by_entry = ((entry, [fqn for fqn in stored if is_at_or_below(fqn, {entry.fqn})]) for entry in others)
-    shards = chain.from_iterable(entry.separate(fqns) for entry, fqns in by_entry if fqns)
+    shards = chain.from_iterable(entry.expect_separate(fqns) for entry, fqns in by_entry if fqns)
     return [(shard, stored[shard.fqn]) for shard in shards]
+
+
+def part_ties(ranks: Ranks, entries: Collection[Entry]) -> None:
+    """Makes loaded tensors that were the same memory separate ones on all ranks where they differ on one: else a rank
+    with equal parts would go on to change both. All ranks must call it.
+    """
+    of_entries = [entry.separate for entry in entries if isinstance(entry, PlainEntry | StatefulEntry)]
+    differing = chain.from_iterable(separate.differing() for separate in of_entries)
+    on_any_rank = merge_texts(ranks, dict.fromkeys(differing, ""))
+    for separate in of_entries:
+        separate.part(on_any_rank)
 
 
 def _are_same(shards: Sequence[LocalShard], first: int, second: int) -> bool:
