@@ -23,7 +23,7 @@ from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, Subject, join_r
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.loading.exchange import read_together
 from bytecheckpoint.loading.file_checks import plan_again
-from bytecheckpoint.loading.match import Match, match_again
+from bytecheckpoint.loading.match import Match, match_again, part_ties
 from bytecheckpoint.loading.mismatches import warn_of_unused
 from bytecheckpoint.loading.name_scope import Fitted, NameScope, WantedState, fit_state
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together, retry_replaced, wanted_step
@@ -253,6 +253,8 @@ def run_load(
         finally:
             if source.changes.may_have_overwritten:
                 match.count_changes()
+        if findings.has_ties:
+            part_ties(ranks, entries)
         finish_all(entries, stored, source.changes.overwriting)
         ranks.barrier()
     ranks.close()

@@ -46,7 +46,7 @@ class PlainEntry:
         self._value = value
         self._assign = assign
         self._adopted = TreeTarget()
-        self._separate = SeparateTensors()
+        self.separate = SeparateTensors()
         self._skipped: set[str] = set()
         self._is_filled_in_place = False
         """True if all of it is tensors that are filled where they are."""
@@ -76,7 +76,7 @@ class PlainEntry:
                 yield fqn, value
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
-        self._separate = SeparateTensors()
+        self.separate.expect({})
         shards = LocalShards(with_addresses=True)
         refs = checkpoint.tensor_dicts.get(self.fqn)
         if refs is not None and _holds_plain_tensors(self._value) and self._value.keys() <= refs.keys():
@@ -138,25 +138,25 @@ class PlainEntry:
             expectation.problems.extend(_problems(fqn, value, checkpoint))
         return True
 
-    def separate(self, fqns: Collection[str]) -> list[LocalShard]:
+    def expect_separate(self, fqns: Collection[str]) -> list[LocalShard]:
         """Returns targets in new memory for these tensors of the state; see `SeparateTensors`."""
         if self._assign is None and isinstance(self._value, torch.Tensor):
             return []
         values = leaves(self._value, self.fqn)
-        return self._separate.make({fqn: values[fqn] for fqn in fqns if fqn in values})
+        return self.separate.expect({fqn: values[fqn] for fqn in fqns if fqn in values})
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
+        self.separate.prepare()
         for fqn, value in leaves(self._value, self.fqn).items():
             adopted = _adopted(value, fqn, checkpoint)
             if adopted is not None:
                 self._adopted.prepare(adopted, {}, checkpoint)
 
     def finish(self, checkpoint: CheckpointView) -> None:
-        if self._is_filled_in_place and not self._separate:
+        new: dict[str, Any] = {**self.separate.unequal()}
+        if self._is_filled_in_place and not new:
             return
-        values = leaves(self._value, self.fqn)
-        new: dict[str, Any] = {**self._separate.unequal(values)}
-        for fqn, value in values.items():
+        for fqn, value in leaves(self._value, self.fqn).items():
             if type(value) in PLAIN_TENSORS and fqn in checkpoint.tensors:  # already filled in place
                 continue
             if (is_facts(fqn) and are_facts(value)) or checkpoint.skips(fqn):

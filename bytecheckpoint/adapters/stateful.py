@@ -81,7 +81,8 @@ class StatefulEntry:
         shown = self._show()
         if not self._current:
             self._current, self._target.live = leaves(shown, self.fqn), subclasses_in(shown, self.fqn)
-        self._found, self._target.separate = None, SeparateTensors()
+        self._found = None
+        self._target.separate.expect({})
         if found is not None and not found.fqn:  # all of a checkpoint, which may be the state of this object
             shown_names = self._current.keys() - {self.fqn}  # an empty state is one leaf, under the object's own name
             own = {name.removeprefix(f"{self.fqn}.").partition(".")[0] for name in shown_names}
@@ -151,11 +152,16 @@ class StatefulEntry:
             problems += [problem for problem in refused.problems if enclosing(problem.fqn, {name})]
         return problems
 
-    def separate(self, fqns: Collection[str]) -> list[LocalShard]:
+    @property
+    def separate(self) -> SeparateTensors:
+        return self._target.separate
+
+    def expect_separate(self, fqns: Collection[str]) -> list[LocalShard]:
         """Returns targets in new memory for these tensors of the state; see `SeparateTensors`."""
-        return self._target.separate.make({fqn: self._current[fqn] for fqn in fqns if fqn in self._current})
+        return self.separate.expect({fqn: self._current[fqn] for fqn in fqns if fqn in self._current})
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
+        self.separate.prepare()
         if self._found is not None:
             self._target.prepare(self._found, self._current, checkpoint)
 

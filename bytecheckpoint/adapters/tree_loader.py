@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -65,30 +65,46 @@ class SeparateTensors:
     """
 
     def __init__(self) -> None:
+        self._tied: dict[str, torch.Tensor] = {}
+        """The state's own tensors, by FQN."""
         self._new: dict[str, torch.Tensor] = {}
+        self._unequal: Collection[str] = ()
 
-    def make(self, values: Mapping[str, Any]) -> list[LocalShard]:
-        """Copies the plain and distributed tensors among these values of the state, which are by FQN. Returns the
-        copies as targets of the load: one that the load does not fill is what the state had.
+    def expect(self, values: Mapping[str, Any]) -> list[LocalShard]:
+        """Takes the plain and distributed tensors among these values of the state, which are by FQN. Returns their
+        targets, which are on the meta device before `prepare`.
         """
         kinds = PLAIN_TENSORS
-        self._new = {
-            fqn: _copy(each) for fqn, each in values.items() if type(each) in kinds or isinstance(each, DTensor)
-        }
+        self._tied = {fqn: each for fqn, each in values.items() if type(each) in kinds or isinstance(each, DTensor)}
         shards = LocalShards(with_addresses=True)
-        shards.add_all(self._new.items())
-        return shards.found
+        shards.add_all((fqn, self._new.get(fqn, each)) for fqn, each in self._tied.items())
+        return [shard if shard.fqn in self._new else _on_meta(shard) for shard in shards.found]
 
-    def unequal(self, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Returns the loaded tensors that differ from those of the state, and so cannot be the same memory."""
-        return {fqn: new for fqn, new in self._new.items() if not _have_same_bytes(new, values[fqn])}
+    def prepare(self) -> None:
+        """Copies the tensors: what the load does not fill is as in the state."""
+        self._new = {fqn: _copy(tensor) for fqn, tensor in self._tied.items()}
 
-    def __bool__(self) -> bool:
-        return bool(self._new)
+    def differing(self) -> list[str]:
+        """Returns the FQNs of the loaded tensors that differ, on this rank, from those of the state."""
+        return [fqn for fqn, new in self._new.items() if not _have_same_bytes(new, self._tied[fqn])]
+
+    def part(self, fqns: Collection[str]) -> None:
+        """Tells the FQNs that differ on some rank: these cannot be the same memory, on this rank either."""
+        self._unequal = fqns
+
+    def unequal(self) -> dict[str, torch.Tensor]:
+        """Returns the loaded tensors that take the place of those of the state."""
+        return {fqn: new for fqn, new in self._new.items() if fqn in self._unequal}
+
+
+def _on_meta(shard: LocalShard) -> LocalShard:
+    return shard._replace(tensor=torch.empty_like(shard.tensor, device="meta"), address=0, owner=None, byte_length=0)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    new = tensor.detach().clone()
+    old = tensor.detach()
+    is_byte = old.element_size() == 1 and not isinstance(old, DTensor)  # torch cannot copy its sub-byte integers
+    new = old.view(torch.uint8).clone().view(old.dtype) if is_byte else old.clone()
     return torch.nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else new
 
 
@@ -171,7 +187,7 @@ class TreeTarget:
         exclude leave out are as in `current`, and absent if `current` lacks them. Changes `saved.tree`.
         """
         values = leaves(saved.tree, saved.fqn)
-        self._new.update(self.separate.unequal(current))
+        self._new.update(self.separate.unequal())
         unbuildable = self._unbuildable(values, checkpoint).keys()
         unbuilt = self.left_out(saved, checkpoint)
         new: dict[str, Any] = {name: self.own.get(state_fqn(name, checkpoint), ABSENT) for name in unbuilt}

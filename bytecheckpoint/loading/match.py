@@ -16,9 +16,11 @@ from bytecheckpoint.adapters.collect import Entry
 from bytecheckpoint.adapters.containers import PlainEntry
 from bytecheckpoint.adapters.expectation import Problem, not_stored
 from bytecheckpoint.adapters.native.weight_scales import WeightScales, names_beside
+from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.shards import LocalShard, has_all_memory, shares_elements, torch_dtype
 from bytecheckpoint.adapters.stateful import StatefulEntry
 from bytecheckpoint.adapters.target_shards import TargetShards
+from bytecheckpoint.distributed.ranks import Ranks, merge_texts
 from bytecheckpoint.dtypes import MXFP4
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.manifest.plain_wire import is_at_or_below
@@ -44,6 +46,8 @@ class Match(NamedTuple):
     same tensor subclass."""
     padding: list[torch.Tensor]
     """Memory of loaded tensors beyond the elements that the checkpoint has."""
+    has_ties: bool = False
+    """True if tensors that are the same memory are loaded apart."""
     scales: WeightScales | None = None
     """Scales of quantized weights among the shards, if there are any; their memory is the last of the shards."""
 
@@ -84,7 +88,8 @@ def match_state(entries: Collection[Entry], stored: CheckpointView, *, cast: boo
     names = {entry.fqn for entry in entries}
     match.skipped.update(fqn for fqn in stored.skipped if is_at_or_below(fqn, names))
     padding: list[LocalShard] = []
-    for entry in entries:
+    # Last, what can be put apart: an object may copy what it loads into memory that it shares with plain data.
+    for entry in sorted(entries, key=lambda entry: isinstance(entry, PlainEntry)):
         expectation = entry.expect(stored)
         padding += expectation.padding
         match.problems.extend(problem for problem in expectation.problems if not stored.skips(problem.fqn))
@@ -96,7 +101,7 @@ def match_state(entries: Collection[Entry], stored: CheckpointView, *, cast: boo
         blocks.append(_match_shards(match._replace(cast=set()), TargetShards(copies), stored, cast=True))
     blocks = [block for block in blocks if block]
     match = match._replace(shards=TargetShards.of(blocks[0] if len(blocks) == 1 else [*chain.from_iterable(blocks)]))
-    match = _each_once(match, entries)
+    match = _each_once(match, entries, stored)
     match = _without(match, _read_only(match))
     match = _with_scales(match, stored) if match.cast else match
     match.padding.extend(shard.tensor for shard in _not_refused(match, padding))
@@ -184,7 +189,7 @@ def _not_refused(match: Match, shards: Sequence[LocalShard]) -> list[LocalShard]
     return [shard for shard in shards if shard.fqn not in refused]
 
 
-def _each_once(match: Match, entries: Collection[Entry]) -> Match:
+def _each_once(match: Match, entries: Collection[Entry], stored: CheckpointView) -> Match:
     """Returns the match with all memory filled once. Tied tensors of modules, and views of a part, take the value of
     the tensor that contains them; tied tensors of other entries are loaded apart where the checkpoint has several. Adds
     a tensor that overlaps with another in part to the problems: it would hold a mixture of both, which could not be
@@ -198,13 +203,32 @@ def _each_once(match: Match, entries: Collection[Entry]) -> Match:
             "are different tensors in the checkpoint; give each memory of its own, or leave one out"
         )
         match.problems.append(Problem("conflict", fqn, text))
-    left_out = [second for _, second in shared.within + shared.clashing]
-    apart = _separate(match, shared.within, entries)
+    within = _trained_first(match, shared.within, entries, stored)
+    left_out = [second for _, second in within + shared.clashing]
+    apart = _separate(match, within, entries)
     match = _without(match, left_out)
     if not apart:
         return match
     shards, fqns = zip(*apart, strict=True)
-    return match._replace(shards=TargetShards([*match.shards, *shards]), stored_fqns=[*match.stored_fqns, *fqns])
+    targets = TargetShards([*match.shards, *shards])
+    return match._replace(shards=targets, stored_fqns=[*match.stored_fqns, *fqns], has_ties=True)
+
+
+def _trained_first(
+    match: Match, tied: list[tuple[int, int]], entries: Collection[Entry], stored: CheckpointView
+) -> list[tuple[int, int]]:
+    """Returns the pairs with that tensor first which the checkpoint's optimizer has, where the two are plain data: the
+    live optimizer goes on to change the memory that is kept.
+    """
+    plain = {entry.fqn for entry in entries if isinstance(entry, PlainEntry)} if tied else set()
+    optimizers = (entry for entry in entries if isinstance(entry, OptimizerEntry) and plain)
+    trained = set().union(*(entry.trained_fqns(stored) for entry in optimizers))
+    kept: dict[int, int] = {}
+    for first, second in tied if trained else ():
+        fqn, other = match.shards[first].fqn, match.shards[second].fqn
+        if fqn not in trained and other in trained and is_at_or_below(fqn, plain):
+            kept.setdefault(first, second)
+    return [(kept.get(first, first), first if kept.get(first) == second else second) for first, second in tied]
 
 
 def _separate(
@@ -220,8 +244,19 @@ def _separate(
     }
     others = [entry for entry in entries if isinstance(entry, PlainEntry | StatefulEntry)] if stored else []
     by_entry = ((entry, [fqn for fqn in stored if is_at_or_below(fqn, {entry.fqn})]) for entry in others)
-    shards = chain.from_iterable(entry.separate(fqns) for entry, fqns in by_entry if fqns)
+    shards = chain.from_iterable(entry.expect_separate(fqns) for entry, fqns in by_entry if fqns)
     return [(shard, stored[shard.fqn]) for shard in shards]
+
+
+def part_ties(ranks: Ranks, entries: Collection[Entry]) -> None:
+    """Makes loaded tensors that were the same memory separate ones on all ranks where they differ on one: else a rank
+    with equal parts would go on to change both. All ranks must call it.
+    """
+    of_entries = [entry.separate for entry in entries if isinstance(entry, PlainEntry | StatefulEntry)]
+    differing = chain.from_iterable(separate.differing() for separate in of_entries)
+    on_any_rank = merge_texts(ranks, dict.fromkeys(differing, ""))
+    for separate in of_entries:
+        separate.part(on_any_rank)
 
 
 def _are_same(shards: Sequence[LocalShard], first: int, second: int) -> bool:

@@ -64,6 +64,8 @@ class _RankFindings(msgspec.Struct, frozen=True, array_like=True):
     """FQNs of entries whose sum over ranks is loaded, on rank 0, and zero on the others."""
     sums_in_files: bool
     """True if it sums integers that lie in data files."""
+    has_ties: bool
+    """True if tensors that are the same memory are loaded apart."""
 
 
 class MergedFindings(msgspec.Struct, frozen=True, array_like=True):
@@ -86,6 +88,8 @@ class MergedFindings(msgspec.Struct, frozen=True, array_like=True):
     """Texts of the conflicts where ranks get zero and rank 0 does not get the sum, by the FQN of the entry."""
     sums_in_files: bool = False
     """True if a rank sums integers that lie in data files."""
+    has_ties: bool = False
+    """True if a rank loads tensors apart that are the same memory."""
 
 
 def merge_findings(
@@ -124,6 +128,7 @@ def merge_findings(
         has_experts=has_experts,
         sums=list(sums),
         sums_in_files=sums_in_files,
+        has_ties=match.has_ties,
     )
 
     def merge(payloads: Sequence[bytes]) -> Sequence[bytes]:
@@ -212,6 +217,7 @@ def _merge(findings: Sequence[_RankFindings], fqns: Sequence[str], own_names: Se
         ignored=sorted(ignored),
         lost_sums=lost_sums,
         sums_in_files=any(of_rank.sums_in_files for of_rank in findings),
+        has_ties=any(of_rank.has_ties for of_rank in findings),
     )
 
 

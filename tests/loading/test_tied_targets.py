@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import lr_scheduler
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import same_value
 
 import bytecheckpoint as bcp
@@ -110,17 +112,102 @@ def test_schedulers_in_a_row_keep_their_own_last_tensor_rate(tmp_path: Path) -> 
     assert same_value(restored.state_dict(), scheduler.state_dict())
 
 
-def resume_with_best(rank: int, world_size: int, path: str) -> None:
+class Wrapper:
+    """Gives out a module's tensors, and copies what it loads into them, as wrappers for DCP do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+
+
+@pytest.mark.parametrize("names", [["app", "best"], ["best", "app"]], ids="-".join)
+def test_best_weights_beside_an_object_that_copies_what_it_loads_are_not_overwritten(
+    tmp_path: Path, names: list[str]
+) -> None:
+    model = nn.Linear(3, 2)
+    best = copy.deepcopy(model.state_dict())
+    saved = {"app": Wrapper(changed(model)), "best": best}
+    bcp.save(tmp_path, {name: saved[name] for name in names})
+    restored = nn.Linear(3, 2)
+    state = {"app": Wrapper(restored), "best": restored.state_dict()}
+    bcp.load(tmp_path, {name: state[name] for name in names})
+    assert same_value(restored.state_dict(), model.state_dict())
+    assert same_value(state["best"], best)
+
+
+@pytest.mark.parametrize("names", [["best", "now"], ["now", "best"]], ids="-".join)
+@pytest.mark.parametrize("is_nested", [True, False], ids=["one entry", "two entries"])
+def test_an_optimizer_goes_on_to_train_the_tensor_that_it_trained(
+    tmp_path: Path, names: list[str], is_nested: bool
+) -> None:
+    def build(now: torch.Tensor, best: torch.Tensor) -> dict[str, Any]:
+        tensors = {"best": {"weight": best}, "now": {"weight": now}}
+        tensors = {name: tensors[name] for name in names}
+        optimizer = torch.optim.Adam([now])
+        now.sum().backward()
+        optimizer.step()
+        return {**({"tensors": tensors} if is_nested else tensors), "optimizer": optimizer}
+
+    now, restored = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+    bcp.save(tmp_path, build(now, torch.full((3,), 9.0)))
+    state = build(restored, restored)
+    bcp.load(tmp_path, state)
+    tensors = state["tensors"] if is_nested else state
+    assert tensors["now"]["weight"] is restored
+    assert same_value(restored.detach(), now.detach())
+    assert same_value(tensors["best"]["weight"].detach(), torch.full((3,), 9.0))
+
+
+def test_tensors_of_a_dtype_that_torch_cannot_copy_become_two(tmp_path: Path) -> None:
+    one, other, target = (torch.tensor([number], dtype=torch.uint8).view(torch.uint4) for number in range(3))
+    bcp.save(tmp_path, {"one": one, "other": other})
+    state = {"one": target, "other": target}
+    bcp.load(tmp_path, state)
+    assert [tensor.view(torch.uint8).item() for tensor in state.values()] == [0, 1]
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of tensors with more than 1000 elements."""
+
+    num_copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_copies += func is torch.ops.aten.clone.default and args[0].numel() > 1000
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_new_memory_is_made_once_and_for_no_load_that_is_refused(tmp_path: Path, is_refused: bool) -> None:
+    bcp.save(tmp_path, {"one": torch.ones(2000), "other": torch.zeros(2000), "third": torch.ones(3)})
+    target = torch.zeros(2000)
+    state = {"one": target, "other": target, "third": torch.zeros(4 if is_refused else 3)}
+    with Copies() as copies, pytest.raises(bcp.CheckpointMismatchError) if is_refused else nullcontext():
+        bcp.load(tmp_path, state)
+    assert copies.num_copies == (0 if is_refused else 1)
+
+
+def resume_with_best(rank: int, world_size: int, path: str, num_changed: int) -> None:
     model = fully_shard(nn.Linear(8, 6))
     best = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    bcp.save(path, {"model": changed(model), "best": best})
+    bcp.save(path, {"model": changed(model) if rank < num_changed else model, "best": best})
     restored = fully_shard(nn.Linear(8, 6))
     state = {"model": restored, "best": restored.state_dict()}
     bcp.load(path, state)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(restored.state_dict()[name].to_local(), tensor.to_local())
+    changed(restored)
     for name, tensor in best.items():
-        assert torch.equal(state["best"][name].to_local(), tensor.to_local())
-        assert torch.equal(restored.state_dict()[name].to_local(), model.state_dict()[name].to_local())
+        is_apart = torch.equal(state["best"][name].to_local(), tensor.to_local())
+        assert is_apart == (num_changed > 0)
 
 
-def test_best_weights_of_a_sharded_model_get_what_was_saved(workers: WorkerPool, tmp_path: Path) -> None:
-    workers.run(resume_with_best, str(tmp_path), world_size=2)
+@pytest.mark.parametrize("num_changed", [0, 1, 2])
+def test_best_weights_of_a_sharded_model_part_from_it_on_all_ranks_or_none(
+    workers: WorkerPool, tmp_path: Path, num_changed: int
+) -> None:
+    workers.run(resume_with_best, str(tmp_path), num_changed, world_size=2)

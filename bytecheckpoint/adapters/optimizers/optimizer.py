@@ -292,6 +292,12 @@ class OptimizerEntry:
                 self._found = StoredOptimizer(self.fqn, tree, checkpoint, names, has_order=has_order)
         return self._found
 
+    def trained_fqns(self, checkpoint: CheckpointView) -> set[str]:
+        """Returns those state FQNs of parameters with several under which the checkpoint's optimizer has them."""
+        stored = self._find(checkpoint)
+        several = (names.fqns for names in self._optimized.all_names() if len(names.fqns) > 1)
+        return set() if stored is None else {fqn for fqns in several for fqn in fqns if stored.has(fqn)}
+
     def _find_refused(self, stored: StoredOptimizer) -> _Refused:
         """Returns the groups that another kind of optimizer saved, or of which the load would leave torn state."""
         if self._refused is None:

@@ -161,6 +161,10 @@ class StoredOptimizer:
             self._known_names[names.fqns] = known
         return known
 
+    def has(self, fqn: str) -> bool:
+        """Returns True if a parameter was saved that may have this FQN in the live state."""
+        return fqn in self._by_state_fqn
+
     def claims(self, names: ParameterNames) -> Iterator[str]:
         """Yields the FQNs, in the live state, of everything that was saved of a parameter's optimizer state."""
         return chain.from_iterable(map(self._claims_under, self._names(names)))
