@@ -201,8 +201,8 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         return dict.fromkeys(each[::step] for each in names[first : first + _NUM_COMPARED // 2])
 
     def _is_plain(self, name: str) -> bool:
-        """Returns True if this is the name of a value of single ranks or of something in it, of a value of plain data,
-        of something in that value, or of a container of such values.
+        """Returns True if this is the name of a value of single ranks, of a value of plain data, of something in
+        either, or of a container of plain data.
         """
         if any(name == fqn or name.startswith(f"{fqn}.") for fqn in self.manifest.rank_objects):
             return True

@@ -267,7 +267,9 @@ class ShardBlocks(Sequence[LocalShard]):
         return self.places()[0]
 
     def places(self) -> tuple[Int64s, Int64s]:
-        """Returns the address of each shard and its number of bytes, both 0 for all that are not in columns."""
+        """Returns the address of each shard and its number of bytes as `ShardColumns` has them, where some
+        addresses are 0; both 0 for all that are not in columns.
+        """
         addresses, lengths = np.zeros((2, len(self)), np.int64)
         for block, start in zip(self.blocks, self._starts, strict=False):
             if isinstance(block, ShardColumns):

@@ -55,6 +55,8 @@ class StatefulEntry:
         self._target = TreeTarget()
         self._found: StoredTree | None = None
         self._shown: Any = None
+        """The object's `state_dict()`, read once for a load; {} in its place for a Loader of torchdata.nodes that was
+        never read; None before that."""
         """Result of the object's state_dict(), read once for a load; None before that."""
         self._current: dict[str, Any] = {}
         """Leaves of the object's state_dict(), plain data too, by state FQN, without those of tensor subclasses that

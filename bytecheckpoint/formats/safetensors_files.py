@@ -149,7 +149,7 @@ class _Headers(NamedTuple):
 
 
 def _add_tensors(source: SourceFolder, headers: _Headers, wanted: Mapping[str, Collection[str]]) -> None:
-    """Adds the tensors that are wanted, by file, put together from the parts in all files; then the aliases, and the
+    """Adds tensors, each put together from its parts in the files of which `wanted` names it; then the aliases, and the
     block that a scale is for, as `config.json` or else the headers say.
     """
     builder = source.builder

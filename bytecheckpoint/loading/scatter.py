@@ -59,7 +59,9 @@ class Targets:
             self._look_at(number)
 
     def _look_at(self, number: int) -> None:
-        """Finds address and length of a shard that came without an address, or that has moved to another one since."""
+        """Sets the memory address and length of a shard that came without an address, lies elsewhere by now, or has
+        another dtype than what is stored.
+        """
         matched = self.shards[number]
         has_moved = matched.address and matched.tensor.data_ptr() != matched.address
         shard = matched._replace(address=0) if has_moved else matched

@@ -154,8 +154,8 @@ def too_deep(fqn: str) -> CheckpointSaveError:
 
 
 def check_key(key: object, fqn: str) -> None:
-    """Raises CheckpointSaveError (unsupported_value) unless a key in the dict of this FQN is a str that UTF-8 can hold
-    or an int of at most 64 bits. A bool is neither.
+    """Raises CheckpointSaveError (unsupported_value) unless a key in the dict of this FQN is a str that UTF-8 can hold,
+    or an int that an int64 or a uint64 holds. Instances of subclasses, such as bools and members of enums, are refused.
     """
     if type(key) is str and key.isascii():
         return

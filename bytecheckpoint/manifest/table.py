@@ -47,8 +47,8 @@ _CHUNKS_ONE_BY_ONE = 4096
 
 
 class RowChunks(NamedTuple):
-    """The chunks of tensors that are cut between their rows, in equal parts, or not at all: columns with an entry for
-    every tensor that was asked for. A row is an index of the first dimension; a 0-d tensor has one.
+    """How each tensor that was asked for is cut, as columns: known only where it is cut between its rows, in equal
+    parts, or not at all. A row is an index of the first dimension; a 0-d tensor has one.
     """
 
     is_known: np.ndarray

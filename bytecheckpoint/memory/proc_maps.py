@@ -1,4 +1,4 @@
-"""Memory map of this process, from /proc. Knows addresses only."""
+"""Read-only memory of this process, from /proc. Knows addresses only."""
 
 from __future__ import annotations
 

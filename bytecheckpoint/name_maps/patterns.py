@@ -89,7 +89,7 @@ class NameTemplate(str):
 
 def parse_template(text: str) -> NameTemplate:
     """Returns the template that the text spells. Raises ValueError, which says what is wrong, unless the text has
-    `{name}` once.
+    `{name}` once, and no other brace.
     """
     before, found, after = text.partition("{name}")
     if not found or "{" in before + after or "}" in before + after:

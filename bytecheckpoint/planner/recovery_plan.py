@@ -226,8 +226,8 @@ class _Save:
         return f"only the parts of ranks {ranks} of {self._parts[0].num_ranks} are visible; run it where the others are"
 
     def work(self, verdict: RecoveryVerdict) -> list[tuple[StagedPart, list[str], bool]]:
-        """Returns all parts of the save, whose folders are then removed; none if the save is kept. With each are the
-        names of the files to upload from it first, and True if its manifest is to be committed.
+        """Returns all parts of a save that is committed or removed, whose folders are then removed; else none. With
+        each are the names of the files to upload from it first, and True if its manifest is to be committed.
         """
         if verdict.outcome not in {"committed", "removed"}:
             return []

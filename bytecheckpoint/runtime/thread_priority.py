@@ -19,7 +19,7 @@ Priority = tuple[int, int]
 
 
 def priority() -> Priority:
-    """Returns the priority of this thread; (0, 0) on systems other than Linux."""
+    """Returns niceness and scheduling policy of this thread; (0, 0) on systems other than Linux."""
     if sys.platform != "linux":
         return 0, 0
     thread_id = threading.get_native_id()

@@ -137,7 +137,7 @@ class SaveHandle:
 
 def has_failed(handle: SaveHandle) -> bool:
     """Waits for the end of a save, and returns True if it has failed. Unlike the handle's methods, this does not mark
-    the error as seen by the caller, so the next save still raises it.
+    the error as seen by the caller, so the next save still raises it, and on a thread that the save waits for it hangs.
     """
     return handle._progress.outcome.exception() is not None
 

@@ -128,7 +128,7 @@ class CopySlots:
         paths = {slot.path for slot in self._slots}
         found = slot_file.scan(self._folder)
         free = (each for each in found if each.save_id not in needed_saves and each.path not in paths)
-        slot = slot_file.take_fitting(free, num_bytes) or slot_file.create(self._folder)
+        slot = slot_file.take_best_fit(free, num_bytes) or slot_file.create(self._folder)
         self._slots.append(slot)
         return slot
 

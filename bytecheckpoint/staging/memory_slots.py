@@ -330,7 +330,7 @@ class JobMemory:
         """
         self.register()
         with self.job.locked():
-            new_slot = slot_file.take_fitting(self._free_among(slot_file.scan(self.job.slots)), num_bytes)
+            new_slot = slot_file.take_best_fit(self._free_among(slot_file.scan(self.job.slots)), num_bytes)
             if new_slot is None:
                 self._check_room(num_bytes * max(_SLOTS - len(self._slots), 1), max_bytes)
                 new_slot = slot_file.create(self.job.slots)

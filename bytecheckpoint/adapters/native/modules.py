@@ -61,11 +61,13 @@ class _ModuleTensors(NamedTuple):
     """FQN of a tensor -> the aliases of it."""
 
     def names(self) -> set[str]:
-        """Returns the FQNs of all tensors."""
+        """Returns the FQNs of all tensors, aliases and flat parameters too."""
         return {*self.tensors, *self.aliases, *(fqn for fqn, _ in self.flat)}
 
     def stored_name(self, fqn: str, checkpoint: CheckpointView) -> str:
-        """Returns the first of a tensor's names that the checkpoint has; `fqn` if it has none of them."""
+        """Returns the first of a tensor's names that the checkpoint has; `fqn` if it has none of them. `fqn` is the
+        tensor's first name, not an alias, which is returned as it is.
+        """
         if fqn not in self.other_names:
             return fqn
         names = (fqn, *self.other_names[fqn])

@@ -166,8 +166,9 @@ def _tensor_of(value: Any, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Returns True if two pieces of plain data are equal, to the bit. A number and a tensor are equal if the number is
-    the tensor's value in the dtype of the tensor: 0.1 equals a float32 and a float64 tensor of 0.1.
+    """Returns True if two pieces of plain data are equal, to the bit. A number, or lists of numbers, equal a tensor if
+    torch makes an equal tensor of that dtype and the same shape of them: 0.1 equals a float32 and a float64 tensor of
+    0.1, not one of shape (1,), and NaN equals no tensor. Within dicts and tuples, numbers and tensors are never equal.
     """
     if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
         return _is_made_of(b, a) if isinstance(a, torch.Tensor) else _is_made_of(a, b)

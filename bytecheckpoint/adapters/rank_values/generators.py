@@ -112,7 +112,7 @@ def problems_of(generators: list[FoundGenerator], saved: Any, fqn: str) -> list[
 
 
 def _twin(generator: Generator) -> Generator:
-    """Returns another generator of the same kind, to try a state on."""
+    """Returns a new generator to try a state of this one on; of a `np.random.Generator` only a new bit generator."""
     if isinstance(generator, torch.Generator):
         return torch.Generator(generator.device)
     if isinstance(generator, random.Random):

@@ -34,7 +34,9 @@ Unit = tuple[int, int]
 
 
 class HostExchange:
-    """One rank's part in passing on units through the memory of its host. `serve` runs on NUM_THREADS threads."""
+    """One rank's part in passing on units through the memory of its host. Its
+    user calls `serve` on NUM_THREADS threads if the host has other ranks.
+    """
 
     def __init__(
         self,

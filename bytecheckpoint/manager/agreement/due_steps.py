@@ -45,7 +45,9 @@ class DueSteps(NamedTuple):
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest save to storage, or else the restored one, which is not to be saved again."""
+        """The step of the newest save to storage that was begun and has not been settled; else the newest step known to
+        be in storage, or restored from there; None without any. It is not due again.
+        """
         return self.saves.begun.step if self.saves.begun is not None else self.saves.stored_step
 
     def _is_due_by_step(self, step: int) -> bool:

@@ -154,9 +154,9 @@ class ManagedData:
         return next((step for step in steps if step <= record.step), None)
 
     def leave_branch(self, state: Mapping[str, Any]) -> None:
-        """Forgets all positions that were logged, and what was prepared: weights go back, and data with them. Takes the
-        loaders of this state from now on. All ranks call this together, and all raise if the state of one is none, or
-        the positions of rank 0 cannot be deleted.
+        """Forgets all positions that were logged, and what was prepared for the next save: training goes on from
+        another step. Changes no weights and no loader, and takes the loaders of `state` from now on. All ranks call
+        this together, and all raise if the `state` of one is no state, or the positions of rank 0 cannot be deleted.
         """
         self._saves.prepared.forget()
         if self._log is not None:

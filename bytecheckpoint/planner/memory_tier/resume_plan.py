@@ -267,7 +267,9 @@ class _Candidate:
                 self._held[name].sort(key=lambda holder: _COSTS.index(holder.kind))
 
     def _parity_groups(self) -> list[tuple[list[ParityMember], set[str]]]:
-        """Returns the members of each group, with the hosts whose block is here and was not found damaged."""
+        """Returns the members of each group, with the hosts that hold their own block, not found damaged; leaves out
+        groups without such a host.
+        """
         groups: dict[tuple[str, ...], tuple[list[ParityMember], set[str]]] = {}
         blocks = (
             (host, block)

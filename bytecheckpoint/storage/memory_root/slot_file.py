@@ -235,7 +235,7 @@ def without_lost(slots: Sequence[Slot]) -> list[Slot]:
     return [slot for slot in slots if slot not in lost]
 
 
-def take_fitting(slots: Iterable[FoundSlot], num_bytes: int) -> Slot | None:
+def take_best_fit(slots: Iterable[FoundSlot], num_bytes: int) -> Slot | None:
     """Takes over one of these slots: of those that no living process holds, the one that fits best, as `fit` says. None
     if there is none. The caller holds the folder's lock.
     """

@@ -153,8 +153,8 @@ def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mappi
 def _containers(trees: Mapping[str, Any], tensors: Collection[str]) -> set[str]:
     """Returns the names of dicts and lists of the state that hold modules: those above plain data.
 
-    Plain data that a module's hooks add counts for none: it lies below what has the name of a model or a parameter.
-    Only optimizers and schedulers never do.
+    Plain data below a name such as `model`, or one with a `weight` or `bias` directly below it, is taken to be of a
+    module's hooks and adds no name; state of an optimizer or a scheduler always adds the names above it.
     """
     found: set[str] = set()
     for name, tree in trees.items():
