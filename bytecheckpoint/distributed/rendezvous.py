@@ -39,8 +39,8 @@ class Listener:
     """The socket to which peers connect. Each connection takes a thread."""
 
     def __init__(self, *, towards: str | None) -> None:
-        """`towards` is a host that all ranks reach, or None: `address` offers first this host's addresses on the
-        network that leads there. The socket listens on all networks.
+        """`towards` is a host that all ranks reach: `address` has this host's addresses on the network that leads
+        there, then its name. With None it has only the name, then 127.0.0.1. The socket listens on all networks.
         """
         self._socket, self.address = listen(towards, token_bytes=32)
         self._socket.settimeout(_POLL_S)  # not every system wakes a thread that accepts when the socket is shut down

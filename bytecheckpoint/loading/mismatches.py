@@ -256,7 +256,7 @@ def _mismatch(
 
 def refuse_unused_globs(stored: CheckpointView, path: str) -> None:
     """Raises CheckpointMismatchError (conflict) for globs that match no tensor and no leaf of plain data in the
-    checkpoint: an entry's own name, as `optimizer`, takes nothing of what is below it.
+    checkpoint. The name of an entry, as `optimizer`, is such a glob: it takes nothing of what is below the entry.
     """
     for fqn in stored.names_of_all_ranks if stored.unmatched_rules else ():
         stored.takes(fqn)

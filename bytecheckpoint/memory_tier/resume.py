@@ -353,8 +353,8 @@ class ResumeCall:
         self._held = None
 
     def _load_stored(self, calls: ResumeLoads, step: int | None) -> LoadReport | None:
-        """Loads this step at the path; for None the newest there, or nothing in a managed run, where None says that
-        training has left all. Returns None if nothing was loaded. Raises the error if the step cannot be loaded.
+        """Loads this step at the path; for None the newest there, or nothing in a managed run, whose path then has no
+        step. Returns None if nothing was loaded. Raises the error if the step cannot be loaded.
         """
         if step is None and self._is_managed:
             return None

@@ -42,7 +42,9 @@ class TensorDifference(NamedTuple):
 
     @property
     def first_index(self) -> list[int] | None:
-        """Index of the first element that differs; None if none does, or if the values were not compared."""
+        """Index of the first element that differs by more than the tolerance; None if none does, or if the values were
+        not compared.
+        """
         first = self.values.first if self.values else None
         return [int(at) for at in np.unravel_index(first.position, self.shapes[0])] if first else None
 

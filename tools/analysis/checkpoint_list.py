@@ -109,7 +109,8 @@ class _ListedFolder(NamedTuple):
 
 
 def list_checkpoints(store: Store) -> CheckpointList:
-    """Lists the root, each folder in it, and each folder in a folder that is neither a checkpoint nor a step.
+    """Lists the root, each folder in it, and each folder in a folder that is neither a checkpoint nor a step; and files
+    that are checkpoints of other programs, in a root that is none and in such folders.
 
     Raises CheckpointNotFoundError where the root is a file, StorageError where it cannot be listed.
     """

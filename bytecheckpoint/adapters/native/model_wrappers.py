@@ -57,7 +57,9 @@ def _state_of(modules: Iterable[torch.nn.Module]) -> dict[str, Any]:
 
 
 def _modules_in(value: Any) -> list[torch.nn.Module]:
-    """Returns the modules that attributes are, or lists and dicts in them hold, without children of other modules."""
+    """Returns the modules among the attributes of an object, and in lists and dicts among them, without those inside
+    another one found.
+    """
     found: dict[int, torch.nn.Module] = {}
     for item in getattr(value, "__dict__", {}).values():
         items = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else [item]

@@ -153,8 +153,8 @@ class ReplacedCheckpoints:
             self._replaced.add(int(text))
 
     def going(self, iteration: int, interval: int) -> list[NumberedFolder]:
-        """Returns the noted checkpoints except that of `iteration` and those at multiples of `interval`; with 0, no
-        multiple is excepted. Damaged checkpoints are skipped.
+        """Returns the checkpoints that are noted as replaced, except that of `iteration` and those at multiples of
+        `interval`; with 0, no multiple is excepted. Forgets multiples, and checkpoints that are gone or damaged.
         """
         going = []
         for number in sorted(self._replaced - {0, iteration}):

@@ -17,7 +17,7 @@ Domain = tuple[str, bool]
 
 
 class RankPlace(NamedTuple):
-    """The host and the failure domain of a rank."""
+    """The host and the failure domain of a rank. Compare domains by `failure_domain`: `domain` may be None."""
 
     host: str
     """Id of the memory root, which all ranks of a host share."""
