@@ -41,8 +41,8 @@ def split_tied(named: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str
 def with_flat_ties(
     tensors: Collection[str], aliases: Mapping[str, str], flat: Collection[str], ties: Iterable[tuple[str, str]]
 ) -> dict[str, str]:
-    """Returns the aliases of all tensors by FQN: `aliases` of `tensors`, and `ties` of `flat` parameters, each an alias
-    and the FQN that it stands for. Raises CheckpointSaveError for an alias of two tensors, or with the name of one.
+    """Returns all of `aliases` and `ties` as one dict: each alias, and the FQN that it stands for. `tensors` and `flat`
+    are all FQNs that are stored. Raises CheckpointSaveError for an alias of two tensors, or with one of these names.
     """
     names = {*tensors, *flat}
     found = dict(aliases)

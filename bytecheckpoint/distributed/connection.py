@@ -196,7 +196,7 @@ def fill(buffer: memoryview | bytearray, connected: socket.socket) -> memoryview
 
 
 def missing_error(global_ranks: tuple[int, ...], what: str) -> CheckpointError:
-    """Returns the error about ranks that are lost; `what` says what they failed to do."""
+    """Returns the error about ranks that are lost; `what` follows their names, as in "took nothing for 5 s"."""
     return CheckpointError(
         f"{shown_ranks(global_ranks)} {what}: dead or stuck. Look at its log; raise options.timeout_s if it is only "
         "slow",

@@ -52,7 +52,7 @@ class Hosts:
 
 
 class ReadPath(NamedTuple):
-    """The way of runs to the ranks of one host."""
+    """The way of a reader rank's runs to one host: to its relay, from whose memory the takers there have them."""
 
     reader: int
     relay: int

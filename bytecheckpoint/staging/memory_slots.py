@@ -228,7 +228,9 @@ class JobMemory:
         return [process for process in self.job.living() if process.saves and process.name != own]
 
     def look_at(self, store: Store) -> None:
-        """Reads, once, which steps the store has and the generation of the newest. A failure is only logged."""
+        """Reads, once, which steps the store has and the generation of the newest. A failure is only logged: no step
+        counts as there then, and it is not tried again.
+        """
         if self._present is not None:
             return
         self._present = set()

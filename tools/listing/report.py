@@ -46,7 +46,7 @@ def report(*, root: str, out: str, access: AccessOptions, as_json: bool) -> int:
     store = access.open_root(root)
     listed = [item for item in list_checkpoints(store).checkpoints if item.committed]
     if not listed:
-        access.find(root)  # raises with what is there instead
+        access.find(root)  # raises with what is there instead, unless a checkpoint has come since
 
     def row(item: ListedCheckpoint) -> RunRow:
         return RunRow(item, with_timings(store, item, is_replacement=False))

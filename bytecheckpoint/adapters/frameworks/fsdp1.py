@@ -38,7 +38,9 @@ _MIDDLE_OF_BACKWARD = {"BACKWARD_PRE", "BACKWARD_POST"}
 
 
 class _FsdpUnit(NamedTuple):
-    """A wrapper with parameters, and where they lie. torch gives no public access: its own state_dict reads these."""
+    """A wrapper with parameters, torch's handle of their layout, and the memory of this rank's shard of them. torch
+    gives no public access: its own state_dict reads these.
+    """
 
     wrapper: Any
     handle: Any

@@ -161,8 +161,10 @@ def check_steps_wait(fqn: str, optimizers: Iterable[torch.optim.Optimizer], wrap
 
 
 def _waits(optimizer: torch.optim.Optimizer, outer: Sequence[object]) -> bool:
-    """Returns True if a step waits: the optimizer runs hooks, or those inside it do and step all its parameters."""
-    # Not by the class alone: schedulers and trainers replace `step` on the instance.
+    """Returns True if a step waits for a lazy snapshot: `step` runs torch's step hooks, or has optimizers inside that
+    all wait and together have all of its parameters.
+    """
+    # Not by the class alone: schedulers and trainers replace `step` on the instance. torch itself sets `hooked`.
     if getattr(optimizer.step, "hooked", False):
         return True
     inside = list(_optimizers_inside(optimizer, (*outer, optimizer)))

@@ -273,7 +273,9 @@ class StoredOptimizer:
         return self._takes_all(group.values.get(key), join_fqn(group.fqn, key))
 
     def tensors(self, names: ParameterNames) -> Mapping[str, tuple[str, StoredTensor]]:
-        """State key -> its FQN in `CheckpointView.tensors`, and the stored tensor."""
+        """Returns the state tensors of a parameter that include and exclude let through: state key, with dots for one
+        in a dict or list -> its FQN in `CheckpointView.tensors`, and the stored tensor.
+        """
         return next((self._tensors[name] for name in self._names(names) if name in self._tensors), {})
 
     def plain(self, names: ParameterNames) -> dict[str, tuple[str, Any]]:

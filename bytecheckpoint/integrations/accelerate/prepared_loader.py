@@ -94,8 +94,9 @@ class PreparedLoader:
         self._loaded_state = streams, shared
 
     def go_on(self, name: str, restore_rng: Callable[[], object] | None) -> None:
-        """Brings the loader to the position that was loaded; does nothing if `include` or `exclude` left it out. Some
-        of this is done when the next pass begins; `restore_rng` is called when that pass has given its first batch.
+        """Brings the loader to the position that was loaded; does nothing if `include` or `exclude` left it out. All
+        ranks call it, as it broadcasts the order of a checkpoint of another number of ranks. Some of this is done when
+        the next pass begins; `restore_rng` is called when that pass has given its first batch.
         """
         if self._loaded_state is None:  # left out by `include` or `exclude`
             return
@@ -104,7 +105,7 @@ class PreparedLoader:
         stream = streams.get(_id_of(rank)) if shared["num_ranks"] == num_ranks else None
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(shared["epoch"])
-        order = stream["order"] if stream is not None else self._order_of_first_rank(streams)
+        order = stream["order"] if stream is not None else self._broadcast_order(streams)
         set_sampling(loader, order)
         num_batches, num_again = batches_now(loader, shared, num_ranks)
         num_to_skip = 0
@@ -138,7 +139,7 @@ class PreparedLoader:
             restore_rng=restore_rng,
         )
 
-    def _order_of_first_rank(self, streams: Mapping[str, Any]) -> dict[str, Any]:
+    def _broadcast_order(self, streams: Mapping[str, Any]) -> dict[str, Any]:
         """Returns on all ranks the order of the saved pass from the state that rank 0 got. For a load on another number
         of ranks; all ranks call it.
         """

@@ -53,7 +53,8 @@ class ProcessLock:
 
 def create_locked(path: str, *, mode: int) -> ProcessLock:
     """Makes an empty file with these permissions that this process has locked from the moment it is visible; replaces
-    a file that is there. A process that is killed meanwhile leaves the file under its name with TEMPORARY_PREFIX.
+    a file that is there, locked or not. A process that is killed meanwhile leaves the file under its name with
+    TEMPORARY_PREFIX. Raises FileExistsError if that name is taken, so choose a new name each time; else as ProcessLock.
     """
     folder, _, name = path.rpartition("/")
     temporary = f"{folder}/{TEMPORARY_PREFIX}{name}"

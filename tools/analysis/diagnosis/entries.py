@@ -86,7 +86,9 @@ class Part:
 
 
 def entry_part(fqn: str, tree: Any, manifest: Manifest) -> Part:
-    """Returns the part for an entry whose plain data is `tree`."""
+    """Describes an entry by its plain data, `tree`. The part has no tensors, dtypes or sizes yet: `find_parts` adds
+    them. The manifest tells the state of a data loader, and a foreign format.
+    """
     from bytecheckpoint.adapters.data.stream_wire import is_loader_state  # noqa: PLC0415 - it needs torch
 
     part = Part(name=fqn, kind="values", holds=_value_text(tree), into="a value under this name")
@@ -143,7 +145,7 @@ def _object(part: Part, tree: Mapping[str, Any], *, is_own: bool) -> Part:
 
 
 def rank_part(fqn: str, value: Any) -> Part:
-    """Returns the part for a value that each rank has saved, given that of one rank."""
+    """Describes a value that each rank has saved by that of one rank, as `entry_part` does an entry."""
     if isinstance(value, dict) and {"python", "numpy", "torch"} <= value.keys():
         return Part(name=fqn, kind="random numbers", holds="generators of each rank", into="a bcp.RngState")
     return Part(name=fqn, kind="values of ranks", holds=_value_text(value), into=None, is_by_rank=True)
