@@ -228,9 +228,7 @@ class JobMemory:
         return [process for process in self.job.living() if process.saves and process.name != own]
 
     def look_at(self, store: Store) -> None:
-        """Reads, once, which steps the store has and the generation of the newest. A failure is only logged: no step
-        counts as there then, and it is not tried again.
-        """
+        """Reads, once, the steps of the store and the generation of the newest. A failure is logged: it has none then."""
         if self._present is not None:
             return
         self._present = set()
