@@ -228,7 +228,7 @@ class JobMemory:
         return [process for process in self.job.living() if process.saves and process.name != own]
 
     def look_at(self, store: Store) -> None:
-        """Reads, once, the steps of the store and the generation of the newest. If it fails, that is logged, and it has none."""
+        """Reads, once, the steps of the store and the generation of the newest; logs a failure, and has none then."""
         if self._present is not None:
             return
         self._present = set()
