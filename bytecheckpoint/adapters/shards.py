@@ -108,7 +108,7 @@ class LocalShards:
         return {shard.fqn for shard in self.found}
 
     def add(self, fqn: str, tensor: torch.Tensor) -> None:
-        """Adds the shards of a tensor: mostly one, several where its rows are strided, none on a rank outside its mesh.
+        """Adds the shards of a tensor: one for each piece that this rank has, so none on a rank outside its mesh.
 
         An empty share of an uneven split is one shard of no elements, so that every rank knows the FQN.
         Raises CheckpointSaveError (unsupported_value) for a tensor without dense memory of its own, and

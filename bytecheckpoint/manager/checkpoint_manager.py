@@ -319,7 +319,7 @@ class CheckpointManager:
         self._mark("leasing", step, partial(StepMarks.lease, seconds=seconds))
 
     def _mark(self, doing: str, step: int, mark: Callable[[StepMarks, int], None]) -> None:
-        """Has rank 0 write beside a step; waits first if the step is still being saved."""
+        """Has rank 0 write beside a step; waits first if the step is still being saved. All ranks call it together."""
         self._refuse_closed()
         if self._options.read_only:
             refuse_read_only(self._root)

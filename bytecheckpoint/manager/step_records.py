@@ -249,8 +249,8 @@ def list_steps(
     """Returns the committed steps of a root, abandoned ones before all others, both ascending. A step whose manifest
     was deleted meanwhile, or is damaged, is left out; `on_damaged` is called for a damaged one, on any thread.
 
-    Without `reads_manifests`, the record of a step is read in place of its manifest: damage is not seen then, nor that
-    a program without a manager has replaced the checkpoint.
+    Without `reads_manifests`, a step with a record is read from that, not from its manifest: damage is not seen then,
+    nor that a program without a manager has replaced the checkpoint.
     """
     abandoned = read_branch(store).abandoned
 

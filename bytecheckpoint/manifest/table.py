@@ -349,7 +349,7 @@ class TensorTable(Mapping[str, TensorRecord]):
         return TensorSizes(num_elements, itemsizes * num_elements)
 
     def find_fault(self, fqn: str) -> TilingFault | None:
-        """Returns a part of a tensor that no chunk holds, or that two hold; None where there is neither."""
+        """Returns a part that no chunk of a tensor holds or that two hold, else None. Raises CheckpointCorruptError."""
         if self.columns.is_grid[self._indices[fqn]]:
             return None
         record = self[fqn]

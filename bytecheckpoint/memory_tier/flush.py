@@ -99,7 +99,7 @@ def _distinct(roots: Sequence[str]) -> list[str]:
 
 
 def list_held(roots: Sequence[str]) -> Iterator[MemoryCheckpoint]:
-    """Yields the versions in these memory roots, oldest first in each job."""
+    """Yields the versions in these memory roots, in each job as `read_versions` orders them, which is not by age."""
     for root in _distinct(roots):
         for job, description in find_jobs(root):
             places = dict(_holders(job))

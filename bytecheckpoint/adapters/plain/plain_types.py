@@ -101,7 +101,7 @@ _FROM_TAG: dict[str, Callable[[Any], Any]] = {
 
 def as_plain(value: Any) -> Any:
     """Returns the value for programs that know plain data only: a set as a list, in an order that its items alone
-    decide; a date, time, duration or path as text. Any other value is returned as it is.
+    decide; a date, time, duration or path as text. What `tag_value` does not take, as a set of tuples, stays as it is.
     """
     tagged = tag_value(value)
     if tagged is None:

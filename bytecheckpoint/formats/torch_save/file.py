@@ -181,7 +181,7 @@ class SavedFile(NamedTuple):
         return FlatBuffer(self.file, start + view.item_offset * item_bytes, view.shape[0]), view.dtype
 
     def chunks(self, view: StoredView, fqn: str) -> list[Chunk]:
-        """Returns the chunks of a whole tensor."""
+        """Returns the chunks of a whole tensor; none if it has no elements. Raises as `chunks_of` does."""
         start, num_bytes = self.archive.storage(view.storage)
         return chunks_of(view, fqn, file=self.file, byte_offset=start, byte_length=num_bytes, path=self.path)
 

@@ -49,7 +49,7 @@ _CANNOT_REPLACE = {
 
 
 class BackendContext(Protocol):
-    """Makes the context for calls to the backend. `may_be_done`: a call that fails may have succeeded, unanswered."""
+    """Makes the context for calls to the backend. `may_be_done`: a failed call may have succeeded; if so, no error."""
 
     def __call__(self, *, may_be_done: bool = False) -> AbstractContextManager[None]: ...
 
