@@ -177,7 +177,9 @@ def _parse_storage_options(ctx: click.Context, param: click.Parameter, texts: Se
 
 
 def with_step_option(under: str = "a root") -> Callable[[_Command], _Command]:
-    """Adds `--step`, for commands that open one checkpoint of a root; `under` names the root in the help."""
+    """Adds `--step`, which `with_output_options` puts into `access`, for commands that open one checkpoint of a root;
+    `under` names the root in the help.
+    """
     return click.option(
         "--step",
         type=StepParam(),

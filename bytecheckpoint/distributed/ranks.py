@@ -205,8 +205,8 @@ class GroupPeers(NamedTuple):
 
 @cache
 def group_peers() -> Callable[[dist.ProcessGroup], GroupPeers]:
-    """Returns the function that gives the GroupPeers of a process group: makes them at the first call, and keeps them
-    for as long as the group lives.
+    """Returns the process's one function that gives the GroupPeers of a process group: it makes them at its first call
+    for a group, or if the group's store was replaced, and keeps them for as long as the group lives.
     """
     kept: WeakKeyDictionary[dist.ProcessGroup, GroupPeers] = WeakKeyDictionary()
 

@@ -77,7 +77,7 @@ class SaveTarget(NamedTuple):
     stage: LocalStage | None = None
     """None where data goes to the store at once."""
     owner: SaveOwner | None = None
-    """None if the root has no owner."""
+    """None if the root has no owner, and on ranks other than the coordinator."""
     memory: str = ""
     """Text of the memory options that must be the same on all ranks; empty without a memory tier."""
     reuse: bool = False
@@ -95,7 +95,7 @@ class SaveTarget(NamedTuple):
 
     @property
     def save_id_prefix(self) -> str:
-        """First characters of the save id; empty if the root has no owner."""
+        """First characters of the save id; empty without an owner, as on ranks other than the coordinator."""
         return self.owner.save_id_prefix if self.owner is not None else ""
 
     def may_replace(self) -> bool:

@@ -108,7 +108,7 @@ def _optimizers_in(engine: Any) -> Iterator[Any]:
 
 
 def _groups_of(wrapper: Any) -> list[Sequence[torch.Tensor]]:
-    """Returns the parameters of each group. The optimizer of ZeRO 3 itself has them only during a step."""
+    """Returns the parameters of the inner optimizer's groups, flat in ZeRO. ZeRO 3 gives it them only during a step."""
     groups: list[Sequence[torch.Tensor]] = [group["params"] for group in wrapper.optimizer.param_groups]
     if "sub_group_to_group_id" not in vars(wrapper) or any(groups):
         return groups

@@ -274,7 +274,7 @@ def _whole_masters(pieces: Iterable[ShardedPiece]) -> Iterator[OptimizedElements
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """Returns the module inside wrappers, which have one child, call it `module`, and hold nothing of their own. A
-    wrapper that itself defines what is saved, by a `sharded_state_dict`, is kept.
+    wrapper whose own class, not Megatron's base class, defines `sharded_state_dict` is kept.
     """
     while module._modules.keys() == {"module"} and not _has_own_state(module):
         child = module._modules["module"]

@@ -160,7 +160,7 @@ class OptimizerWrapperEntry:
         return self._as_saved(checkpoint).expect(checkpoint)
 
     def _as_saved(self, checkpoint: CheckpointView) -> OptimizerEntry | StatefulEntry:
-        """Returns the entry that loads the form in which the optimizer was saved."""
+        """Returns the entry for the saved form: by parameter for a list or if none is stored. Raises like `_named`."""
         found = checkpoint.object_tree(self.fqn)
         is_by_parameter = found is None or is_optimizer_tree(found.tree)
         return self._named() if is_by_parameter or self._by_state_dict is None else self._by_state_dict

@@ -90,7 +90,7 @@ class TorchArchive:
                 yield self._file, byte_offset, (self, name)
 
     def locate(self, name: str, file: FileReader) -> tuple[int, int]:
-        """Returns what `storage` does, of a member; `file` reads the archive's file."""
+        """Finds a member's place and length in bytes, and keeps them for `storage`; `file` reads the archive's file."""
         found = self._zip.data_offset(name, file), self._zip.members[name].byte_length
         self._storages[name] = found
         return found

@@ -88,7 +88,7 @@ RESUMES: MutableMapping[Any, ResumedPass] = weakref.WeakKeyDictionary()
 
 class _SamplingNoted:
     """Replaces the sampler of a loader while a pass begins. The first iteration over a sampler draws the order of the
-    pass; at that moment this notes the states of the generators or, for a resumed pass, sets them to those noted.
+    pass; this notes the generators then or, for a resumed pass, draws with those noted and puts the process's back.
 
     The states at the call of the loader's `__iter__` may be others: torchdata's loader makes its first iterator, and
     draws, before that.
