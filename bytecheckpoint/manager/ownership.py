@@ -44,13 +44,13 @@ class OpenedRoot(msgspec.Struct, frozen=True):
     """Newest committed step; None if there is none."""
     abandoned: list[int]
     save_s: float
-    """Seconds that the newest save took; 0.0 if it left no record."""
+    """Seconds that the newest save took; 0.0 if it left no record, or without a clock."""
     generation: int
     """Number of the claimed generation; 0 if the manager only reads."""
 
 
 def look_at(store: Store, clock: StorageClock | None, generation: int) -> OpenedRoot:
-    """Returns the root as it is found. Moves the clock, unless None, past the commit of the newest step."""
+    """Returns the root as it is found, `save_s` only with a clock, which moves past the commit of the newest step."""
     newest, save_s = next(layout.newest_steps(store), None), 0.0
     if newest is not None and clock is not None and (found := step_records.read_step(store, newest)):
         clock.keep_after(found.info.time)

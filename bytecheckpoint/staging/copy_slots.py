@@ -96,7 +96,7 @@ class CopySlots:
                     stale_slot.remove()
 
     def close(self) -> None:
-        """Releases all slots, with what they hold, to the process that takes them over."""
+        """Releases all slots, with what they hold, for whichever process takes them over later."""
         for slot in self._slots:
             slot.release()
 

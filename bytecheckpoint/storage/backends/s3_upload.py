@@ -177,7 +177,7 @@ class _Publication:
                 raise
 
     def _send(self, condition: Mapping[str, str]) -> None:
-        """Makes one attempt to publish, and keeps its error if it may still be carried out."""
+        """Makes one attempt to publish. Raises S3_ERRORS, and keeps those after which it may still be carried out."""
         try:
             self._request(**condition)
         except S3_ERRORS as error:
