@@ -53,8 +53,8 @@ def without_latest_error(path: str, trackers: Mapping[str, str]) -> CheckpointNo
 
 
 def only_steps_error(path: str, listing: Mapping[str, int | None]) -> CheckpointNotFoundError | None:
-    """Returns the error (not_found) for a root with folders of steps as trainers name them, and no file that names the
-    latest; None for any other folder.
+    """Returns the error (not_found) for a root with folders of steps as trainers name them; None for any other folder.
+    Call it only where no file names the latest step: it does not look for one.
     """
     names = step_folders(listing)
     if not names:

@@ -75,7 +75,7 @@ def _is_read_otherwise(module: torch.nn.Module) -> bool:
 
 
 def _memory_key(value: Any) -> tuple[int, int] | None:
-    """Returns a key of a tensor's memory, equal for all views that start there, on the meta device too; else None."""
+    """Returns a key of a tensor's memory, equal for views of one dtype that start there, on meta too; else None."""
     if not isinstance(value, torch.Tensor):
         return None
     tensor = value._local_tensor if isinstance(value, DTensor) else value

@@ -97,7 +97,7 @@ def is_committed(path: str, storage_options: Mapping[str, Any] | None) -> bool:
 
 
 def _is_lightnings(path: str) -> bool:
-    """Returns True for a file of torch.save or a folder of torch.distributed.checkpoint."""
+    """Returns True for a local file, taken for one of torch.save, or a local folder of torch.distributed.checkpoint."""
     if not is_plain_path(path):
         return False
     folder_marks = (os.path.join(path, name) for name in (".metadata", "meta.pt"))  # noqa: PTH118

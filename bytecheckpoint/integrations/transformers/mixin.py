@@ -365,7 +365,7 @@ class BcpTrainerMixin(Trainer):
         )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Sets the random state to what was loaded, once more: the loader has drawn from it for the first batch."""
+        """Sets the loaded random state once more: the loader has drawn from it. Without one, does as the Trainer."""
         if self._bcp_report is None:
             super()._load_rng_state(checkpoint)
         elif self._bcp_is_in_pass and self._bcp_data is None:

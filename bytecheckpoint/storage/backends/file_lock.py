@@ -99,7 +99,7 @@ def _take(fd: int, path: str) -> None:
 
 
 def _look(fd: int, path: str) -> None:
-    """Raises BlockingIOError if another process holds the lock. Shares it for a moment with all that look."""
+    """Raises BlockingIOError if the lock is held, also by this process. Shares it for a moment with all that look."""
     _lock(fd, path, fcntl.LOCK_SH)
     fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked just now may not close its copy
 
