@@ -114,7 +114,7 @@ class CopySlots:
         try:
             self._reserve(slot, num_bytes, max_bytes)
         except CheckpointSaveError:
-            if slot not in held:  # its room is for another
+            if slot not in held:  # created or taken over just now: another may need its room more than what it held
                 self._slots.remove(slot)
                 slot.remove()
             raise
@@ -173,14 +173,18 @@ def bytes_of_all_slots(job: JobFolder) -> int:
 
 
 def bytes_of_second_slots(job: JobFolder) -> int:
-    """Returns the bytes that ranks of this host with one slot need for their second. A copy must leave them free: a
-    rank without its second slot cannot save.
+    """Returns the bytes that ranks of this host with one slot need for their second, beyond the slots that lie empty
+    for them. A copy must leave these bytes free: a rank without its second slot cannot save.
     """
     slots_of: dict[int, list[int]] = {}
+    empty_bytes = 0
     for found in slot_file.scan(job.slots):
-        if found.header is not None:
+        if found.header is None:
+            empty_bytes += found.capacity
+        else:
             slots_of.setdefault(found.header.rank, []).append(found.capacity)
-    return sum(capacities[0] for capacities in slots_of.values() if len(capacities) == 1)
+    needed_bytes = sum(capacities[0] for capacities in slots_of.values() if len(capacities) == 1)
+    return max(needed_bytes - empty_bytes, 0)
 
 
 def _folder_of(job: JobFolder, kind: CopyKind) -> str:

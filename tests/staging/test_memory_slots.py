@@ -225,6 +225,14 @@ def test_a_copy_without_room_is_refused_again_when_it_is_tried_again(tmp_path: P
     assert copies.take(1, [MIB], max_bytes=None).nbytes == MIB
 
 
+def test_a_copy_leaves_no_room_for_a_second_slot_that_was_allocated_ahead(tmp_path: Path) -> None:
+    memory = memory_of(tmp_path)
+    memory.reserve([MIB], max_bytes=None)
+    hold(memory, NEWEST, MIB, is_protected=False)
+    memory.copies.begin_save()
+    assert memory.copies.take(1, [MIB], max_bytes=7 * MIB // 2).nbytes == MIB
+
+
 def test_copies_that_other_hosts_lack_give_way_where_there_is_no_room_for_more(tmp_path: Path) -> None:
     """With room for two, copies failed from then on, though the other host had room again."""
     memory = memory_of(tmp_path)
