@@ -386,7 +386,7 @@ class CheckpointView:
         return names.union(self._manifest.tensors, self._manifest.aliases)
 
     def all_names(self) -> list[str]:
-        """Returns the state FQNs of all that this rank could load and that include and exclude do not leave out."""
+        """Returns the state FQNs of all that include and exclude let through, also where this rank has no value."""
         return [*self.common_names, *self.own_names]
 
     @cached_property

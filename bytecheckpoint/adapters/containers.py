@@ -38,7 +38,7 @@ from bytecheckpoint.manifest.plain_wire import TensorRef, is_at_or_below, join_f
 
 
 class PlainEntry:
-    """Tensors and plain data in nested dicts, lists and tuples."""
+    """Tensors and plain data in nested dicts, lists and tuples, or a tensor or value that stands alone."""
 
     def __init__(self, fqn: str, value: Any, assign: Callable[[Any], None] | None) -> None:
         """`assign` puts another value in the place of this one; None where it stands in a tuple."""

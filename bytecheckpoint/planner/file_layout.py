@@ -102,7 +102,7 @@ def cut_extents(
     state_bytes: int,
     groups: Sequence[int] = (),
 ) -> list[int]:
-    """Returns the lengths, in bytes, of the extents of a file: the header, then its chunks.
+    """Returns the lengths, in bytes, of the extents of a file: those of the header, one or more, then of its chunks.
 
     `state_bytes` is the approximate size of the checkpoint. `groups` has the group of each chunk; it is empty if
     all chunks are of one group.

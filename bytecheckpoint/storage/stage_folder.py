@@ -42,7 +42,7 @@ _VERSION = 1
 
 
 class RootObject(msgspec.Struct, frozen=True, array_like=True):
-    """An object beside the checkpoints of a root that a save writes just before it commits."""
+    """An object of a root, in a checkpoint (its pin) or beside all, that a save writes just before it commits."""
 
     name: str
     """Name inside the root."""

@@ -95,7 +95,7 @@ class HasEndpoint(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """The service, account or host, without credentials; empty if the URL has it."""
+        """The service, account or host, without credentials; empty if the URL alone tells the place, as for Amazon."""
 
 
 @runtime_checkable
