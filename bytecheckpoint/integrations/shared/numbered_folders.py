@@ -240,12 +240,15 @@ class NumberedFolders:
         def after(ended: SaveHandle) -> None:
             with self._changed, suppress(ValueError):  # a caller need not have asked for a record
                 self._saving.remove(number)
+            is_newest = False
             if choose is not None and not has_failed(ended):
                 with self._changed:
                     # Hazard: the end of a save may be noted after that of a later one, whose choice counts.
                     is_newest, self._chosen = place > self._chosen, max(place, self._chosen)
-                if is_newest:
-                    self.retire(choose)
+            if choose is not None and is_newest:
+                self.retire(choose)
+            else:
+                self.retire_again()  # a deletion has skipped this folder while its save was not noted
             with self._changed:
                 self._num_awaited -= 1
                 self._changed.notify_all()
