@@ -258,7 +258,8 @@ _TABLES = [
     *("ls", "ls metrics", "show", "show tree", "show files", "show stats", "show tensor", "show data", "keep", "diff"),
     *("diff near", "timeline", "verify", "gc", "du", "memory ls", "doctor", "doctor checkpoint"),
 ]
-_NUMBER = re.compile(r"[-+]?[0-9][0-9,]*(?:\.[0-9]+)?(?:e[-+][0-9]+)?(?: (?:B|[KMG]iB|ms|s|µs))?")
+_NUMBER = re.compile(r"[-+]?[0-9][0-9,]*(?:\.[0-9]+(?:e[-+][0-9]+)?)?(?: (?:B|[KMG]iB|ms|s|µs))?")
+"""An exponent follows a fraction only: the end of a save id in a folded file name may read `2442e-00`."""
 
 
 @pytest.mark.parametrize("name", _TABLES)
