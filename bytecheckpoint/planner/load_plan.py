@@ -206,11 +206,10 @@ def _plan_rows(manifest: Manifest, wants: Wants) -> tuple[NDArray[np.bool_], def
     chunks, byte_lengths = of_chunks.first_chunks + chunks, (ends - starts) * of_chunks.row_bytes
     files, byte_offsets = manifest.table.places_of(chunks, byte_lengths)
 
-    read_from = np.maximum(starts, first_rows)
-    num_rows = np.minimum(ends, last_rows + 1) - read_from
-    in_rows = np.stack([read_from - starts, num_rows, read_from - first_rows], axis=1)
-    parts = np.column_stack([wanted_by, in_rows * of_chunks.row_bytes[:, None]])
-    parts[:, 1] += byte_offsets
+    read_from, row_bytes = np.maximum(starts, first_rows), of_chunks.row_bytes
+    read_bytes = (np.minimum(ends, last_rows + 1) - read_from) * row_bytes
+    read_at, target_at = byte_offsets + (read_from - starts) * row_bytes, (read_from - first_rows) * row_bytes
+    parts = np.column_stack([wanted_by, read_at, read_bytes, target_at])
 
     _, once = np.unique(chunks, return_index=True)
     used = _UsedChunks(*(column[once] for column in (wanted_by, files, byte_offsets, byte_lengths)))
