@@ -304,12 +304,13 @@ class CheckpointView:
 
     def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
         """Returns the innermost FQN at or above this one for which this rank has no value, and why; None without."""
-        parts = fqn.split(".") if self._missing else []
+        parts = fqn.split(".") if self.missing else []
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-        return next(((name, self._missing[name]) for name in names if name in self._missing), None)
+        return next(((name, self.missing[name]) for name in names if name in self.missing), None)
 
     @cached_property
-    def _missing(self) -> dict[str, RankMissing]:
+    def missing(self) -> dict[str, RankMissing]:
+        """The leaves that this rank has no value for, by state FQN."""
         return {name: value for name, value in self.tree_leaves.items() if isinstance(value, RankMissing)}
 
     def _tree_at(self, fqn: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView
-from bytecheckpoint.adapters.containers import PlainEntry
+from bytecheckpoint.adapters.containers import BareTensorsEntry, PlainEntry, bare_tensors
 from bytecheckpoint.adapters.data.loader_entry import DataLoaderEntry
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation
@@ -103,7 +103,7 @@ def _refuse_bound_to_zero(values: Sequence[_Value], optimizers: Sequence[_OPTIMI
             refuse_zero_redundancy(fqn, outer)
 
 
-_Kind = Literal["sharded", "modules", "optimizers", "rank-local", "data", "stateful", "plain"]
+_Kind = Literal["sharded", "modules", "optimizers", "rank-local", "data", "stateful", "plain", "tensors"]
 
 
 class _Value(NamedTuple):
@@ -121,7 +121,14 @@ def _no_state(state: object) -> CheckpointSaveError:
 
 
 def _walk_state(state: Mapping[str, Any]) -> Iterator[_Value]:
+    bare = bare_tensors(state)
+    if bare:
+        for key in bare:
+            check_key(key, "the state")
+        yield _Value("", bare, state, "tensors")
     for key, value in state.items():
+        if key in bare:
+            continue
         # Each entry counts the depth of its plain data itself: this limit only ends the walk of what contains itself.
         content = _content_of(value, str(key), 2 * MAX_DEPTH)
         values = list(_walk_item(state, key, value, content, ""))
@@ -192,6 +199,8 @@ def _entries_of_item(item: _Value, framework: str) -> Sequence[Entry]:
             return [RankLocalEntry(item.fqn, item.found)]
         case "data":
             return [DataLoaderEntry(item.fqn, item.value)]
+        case "tensors":
+            return [BareTensorsEntry(item.value, item.found.update)]
         case "stateful":
             inside = modules_inside(item.value)
             if inside is None:
@@ -334,7 +343,7 @@ def collect_all(entries: list[Entry]) -> list[EntryContents]:
         if clashing := (known_names & contents.names) | (known_trees & contents.plain.keys()):
             name, earlier = min(clashing), zip(entries, collected, strict=False)
             owner = next(entry for entry, known in earlier if name in known.names or name in known.plain)
-            advice = f"rename one: {owner.fqn!r} and {entry.fqn!r} in the state both give it"
+            advice = f"rename one: {owner.fqn or name!r} and {entry.fqn or name!r} in the state both give it"
             raise unsupported(name, "the name of two values", advice)
         if len(entries) > 1:  # a single entry clashes with none, and may have 100,000 names
             known_names |= contents.names

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,51 @@ class PlainEntry:
             tree = with_leaves(self._value, self.fqn, new)
             if self._assign is not None:
                 self._assign(tree)
+
+
+class BareTensorsEntry(PlainEntry):
+    """The tensors that stand alone in a state, as in a module's state_dict() that is the state: there may be 100,000,
+    and an entry for each would cost more than its bytes.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], assign: Callable[[Any], None]) -> None:
+        """`tensors` are by state FQN. `assign` puts others in the place of them."""
+        super().__init__("", tensors, assign)
+        self.fqns = tensors.keys()
+
+    def collect(self) -> EntryContents:
+        return EntryContents(WholeTensors(tuple(self._value), [*self._value.values()]), set(self.fqns))
+
+    def optimizer_forms(self) -> Mapping[str, Form]:
+        return {}
+
+    def expect(self, checkpoint: CheckpointView) -> Expectation:
+        if not checkpoint.takes_all or checkpoint.missing or not checkpoint.tree_leaves.keys().isdisjoint(self.fqns):
+            return super().expect(checkpoint)
+        self.separate.expect({})
+        self._is_filled_in_place = True
+        shards = LocalShards(with_addresses=True)
+        shards.add_all(self._value.items())
+        return Expectation(shards.found, set(), [])
+
+
+def bare_tensors(state: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
+    """Returns the tensors that stand alone in a state, without those that may differ from rank to rank."""
+    return {
+        key: value
+        for key, value in state.items()
+        if type(key) is str and key and _is_simple(value) and key.partition(".")[0] != PER_RANK_NAME
+    }
+
+
+def roots_of(entries: Iterable[Any]) -> set[str]:
+    """Returns the state FQNs at or below which all names of the entries are."""
+    each = (entry.fqns if isinstance(entry, BareTensorsEntry) else (entry.fqn,) for entry in entries)
+    return set(chain.from_iterable(each))
+
+
+def _is_simple(value: Any) -> bool:
+    return type(value) in PLAIN_TENSORS or (type(value) is loaded_dtensor() and not is_subclass(value))
 
 
 def _holds_tensors_only(value: Any) -> bool:

@@ -117,6 +117,12 @@ class ShardColumns(Sequence[LocalShard]):
         about = self._fqns[index], layout.dtypes[index], layout.shapes[index], layout.regions[index]
         return NEW_TUPLE(LocalShard, (*about, self._memory_of(index), 0, None, 0))
 
+    def described(self) -> Iterable[tuple[str, str, tuple[int, ...], Region]]:
+        """Returns FQN, dtype, global shape and region of each shard: without its memory, which takes most of a record's
+        time.
+        """
+        return zip(self._fqns, self._layout.dtypes, self._layout.shapes, self._layout.regions, strict=True)
+
     def _memory_of(self, index: int) -> torch.Tensor:
         places, (dtype, shape, _) = self._places, self._layout.layouts[index]
         if index in places.separate:
@@ -254,6 +260,11 @@ class ShardBlocks(Sequence[LocalShard]):
     def records(self) -> Iterator[LocalShard]:
         """Yields the shards that are not in columns."""
         return chain.from_iterable(block for block in self.blocks if not isinstance(block, ShardColumns))
+
+    def described(self) -> Iterator[tuple[str, str, tuple[int, ...], Region]]:
+        """Yields FQN, dtype, global shape and region of each shard."""
+        for block in self.blocks:
+            yield from block.described() if isinstance(block, ShardColumns) else (shard[:4] for shard in block)
 
     def digests(self) -> list[Any]:
         """Returns what a plan depends on, by block: a digest of columns, or names, dtypes, shapes and regions."""

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor
 from bytecheckpoint.adapters.collect import Entry
-from bytecheckpoint.adapters.containers import PlainEntry
+from bytecheckpoint.adapters.containers import PlainEntry, roots_of
 from bytecheckpoint.adapters.expectation import Problem, not_stored
 from bytecheckpoint.adapters.native.weight_scales import WeightScales, names_beside
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
@@ -85,7 +85,7 @@ def match_state(entries: Collection[Entry], stored: CheckpointView, *, cast: boo
     """Compares a state with a checkpoint. A shard that does not fit is among the problems and not among the shards."""
     match = Match([], [], [], set(), set(), set(), [])
     blocks: list[Sequence[LocalShard]] = []
-    names = {entry.fqn for entry in entries}
+    names = roots_of(entries)
     match.skipped.update(fqn for fqn in stored.skipped if is_at_or_below(fqn, names))
     padding: list[LocalShard] = []
     # Last, what can be put apart: an object may copy what it loads into memory that it shares with plain data.
@@ -220,7 +220,7 @@ def _trained_first(
     """Returns the pairs with that tensor first which the checkpoint's optimizer has, where the two are plain data: the
     live optimizer goes on to change the memory that is kept.
     """
-    plain = {entry.fqn for entry in entries if isinstance(entry, PlainEntry)} if tied else set()
+    plain = roots_of(entry for entry in entries if isinstance(entry, PlainEntry)) if tied else set()
     optimizers = (entry for entry in entries if isinstance(entry, OptimizerEntry) and plain)
     trained = set().union(*(entry.trained_fqns(stored) for entry in optimizers))
     kept: dict[int, int] = {}
@@ -243,7 +243,7 @@ def _separate(
         if match.stored_fqns[first] != match.stored_fqns[second] and _are_same(match.shards, first, second)
     }
     others = [entry for entry in entries if isinstance(entry, PlainEntry | StatefulEntry)] if stored else []
-    by_entry = ((entry, [fqn for fqn in stored if is_at_or_below(fqn, {entry.fqn})]) for entry in others)
+    by_entry = ((entry, [fqn for fqn in stored if is_at_or_below(fqn, roots_of([entry]))]) for entry in others)
     shards = chain.from_iterable(entry.expect_separate(fqns) for entry, fqns in by_entry if fqns)
     return [(shard, stored[shard.fqn]) for shard in shards]
 

@@ -11,6 +11,7 @@ import msgspec
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.collect import Entry, entries_of, plain_names_of
+from bytecheckpoint.adapters.containers import roots_of
 from bytecheckpoint.adapters.data.loader_entry import DataLoaderEntry
 from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry
 from bytecheckpoint.adapters.key_map import KeyMap, Renamer
@@ -57,7 +58,7 @@ class NameScope(NamedTuple):
             beside=beside,
             plain_names=plain_names_of(entries),
             reshape=Reshaping(forms, as_saved_here).reshaped if forms else None,
-            trees_at=[entry.fqn for entry in entries if not isinstance(entry, DataLoaderEntry)],
+            trees_at=roots_of(entry for entry in entries if not isinstance(entry, DataLoaderEntry)),
         )
 
     def other_name(self, names: Sequence[str], entries: Sequence[Entry]) -> str:
@@ -73,8 +74,9 @@ class NameScope(NamedTuple):
         stored = set(map(rename, [*self.manifest.objects, *self.manifest.rank_objects]))
         not_stored = [name for name in names if name not in stored]
         if len(not_stored) > 1:
-            models = [entry.fqn for entry in entries if isinstance(entry, ModuleEntry | MegatronEntry)]
-            not_stored = [name for name in not_stored if any(is_at_or_below(fqn, {name}) for fqn in models)]
+            models = (entry.fqn.split(".") for entry in entries if isinstance(entry, ModuleEntry | MegatronEntry))
+            at_or_above = {".".join(parts[:count]) for parts in models for count in range(1, len(parts) + 1)}
+            not_stored = [name for name in not_stored if name in at_or_above]
         return not_stored[0] if len(not_stored) == 1 else ""
 
 

@@ -85,7 +85,7 @@ class LocalSavePlan(NamedTuple):
         """Returns the shards as records for the planner, in the same order and without digests."""
         return [
             WriteItem(fqn, dtype, shape, region.offsets, region.lengths)
-            for fqn, dtype, shape, region, *_ in self.shards
+            for fqn, dtype, shape, region in self.shards.described()
         ]
 
 

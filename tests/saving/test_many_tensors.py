@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.shard_columns import ShardColumns
 
 FEW, MANY = 300, 900
 KINDS: dict[str, dict[str, Any]] = {
@@ -69,6 +70,43 @@ def test_a_load_makes_few_calls_for_a_tensor(tmp_path: Path) -> None:
         return lambda: bcp.load(folder, state)
 
     assert calls_per_tensor(load, tmp_path) < 5
+
+
+def test_tensors_that_are_the_state_take_as_many_calls_each_as_those_of_a_dict_in_it(tmp_path: Path) -> None:
+    """As in `bcp.save(path, module.state_dict())`."""
+
+    def flat_save(state: State, folder: Path) -> Callable[[], object]:
+        return lambda: bcp.save(folder / "flat", state["model"])
+
+    def save(state: State, folder: Path) -> Callable[[], object]:
+        return lambda: bcp.save(folder / "nested", {"nested": state["model"]})  # names of no other test: no known plan
+
+    def flat_load(state: State, folder: Path) -> Callable[[], object]:
+        return lambda: bcp.load(folder / "flat", state["model"])
+
+    assert calls_per_tensor(flat_save, tmp_path) < 1.1 * calls_per_tensor(save, tmp_path)
+    assert calls_per_tensor(flat_load, tmp_path) < 10
+
+
+def test_a_first_save_plans_without_a_tensor_for_each_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    memory_of = ShardColumns._memory_of
+    monkeypatch.setattr(
+        ShardColumns, "_memory_of", lambda columns, index: built.append(index) or memory_of(columns, index)
+    )
+    names = [f"first.{number}" for number in range(40)]  # of no other test: a known plan is not made again
+    bcp.save(tmp_path, {"model": {name: torch.ones(3) for name in names}})
+    assert not built
+
+
+def test_a_load_into_many_modules_takes_as_many_calls_for_each_as_into_few(tmp_path: Path) -> None:
+    def calls(num_modules: int) -> float:
+        state = {f"block{number}": torch.nn.Linear(2, 2) for number in range(num_modules)}
+        bcp.save(tmp_path / str(num_modules), state)
+        return num_calls(lambda: bcp.load(tmp_path / str(num_modules), state)) / num_modules
+
+    calls(10)
+    assert calls(400) < 1.2 * calls(100)
 
 
 def assert_saved(path: Path, state: State) -> None:
