@@ -256,7 +256,7 @@ class ShardBlocks(Sequence[LocalShard]):
         return chain.from_iterable(block for block in self.blocks if not isinstance(block, ShardColumns))
 
     def digests(self) -> list[Any]:
-        """Returns what a plan depends on, by block: a digest of columns, or names, dtypes, shapes and regions."""
+        """Returns what a plan depends on, an item a block: the digest of columns, or names, dtypes, shapes, regions."""
         return [
             block.digest if isinstance(block, ShardColumns) else [*zip(*block, strict=True)][:4]
             for block in self.blocks
@@ -267,8 +267,8 @@ class ShardBlocks(Sequence[LocalShard]):
         return self.places()[0]
 
     def places(self) -> tuple[Int64s, Int64s]:
-        """Returns the address of each shard and its number of bytes as `ShardColumns` has them, where some
-        addresses are 0; both 0 for all that are not in columns.
+        """Returns the address and the number of bytes of each shard: those of its `ShardColumns`, where some addresses
+        are 0, or twice 0 if it is not in columns.
         """
         addresses, lengths = np.zeros((2, len(self)), np.int64)
         for block, start in zip(self.blocks, self._starts, strict=False):
