@@ -152,7 +152,7 @@ class CheckpointView:
 
     @cached_property
     def _unsaved_here(self) -> dict[str, set[str]]:
-        """For each entry of which only other ranks saved a value: the FQNs of the leaves for which its name stands."""
+        """FQNs of leaves that other ranks saved, by the FQN of an entry that this rank did not save; no extra_state."""
         unsaved = leaves_of_others(self._manifest, self.rank)
         return {fqn: names for fqn, names in unsaved.items() if fqn.split(".")[0] != PER_RANK_NAME}
 
