@@ -152,7 +152,7 @@ class CheckpointView:
 
     @cached_property
     def _unsaved_here(self) -> dict[str, set[str]]:
-        """FQNs of leaves that other ranks saved, by the FQN of an entry that this rank did not save; no extra_state."""
+        """FQNs of leaves that other ranks saved, by the FQN of an entry that this rank did not; without extra_state."""
         unsaved = leaves_of_others(self._manifest, self.rank)
         return {fqn: names for fqn, names in unsaved.items() if fqn.split(".")[0] != PER_RANK_NAME}
 
@@ -162,7 +162,7 @@ class CheckpointView:
         return next((why for source, why in left_out.items() if self.rename(source) == fqn), None)
 
     def includes(self, fqn: str) -> bool:
-        """Returns True if include matches this checkpoint FQN, or is None."""
+        """Returns True if include is None, or matches this checkpoint FQN."""
         return self._include is None or self._include.match(fqn)
 
     def excludes(self, fqn: str) -> bool:
@@ -285,7 +285,8 @@ class CheckpointView:
             below = ((at[len(fqn) :], self._sources[at]) for at in names)
             source = next((leaf.removesuffix(path) for path, leaf in below if leaf.endswith(path)), None)
         tree = None if source is None else self._tree_at(source)
-        return None if source is None or tree is None else self._stored_tree(source, tree)
+        is_there = tree is not None or source in self._saved_leaves  # a leaf may be a None
+        return self._stored_tree(source, tree) if source is not None and is_there else None
 
     @cached_property
     def _sources(self) -> dict[str, str]:
@@ -334,7 +335,7 @@ class CheckpointView:
 
     @cached_property
     def skipped(self) -> set[str]:
-        """State FQNs of all that include and exclude leave out, except those that also something taken has."""
+        """State FQNs of all that include and exclude leave out, except FQNs that something they let through has too."""
         if self.takes_all:
             return set()
         left_out = {self.rename(fqn) for fqn in [*self.saved, *self._saved_leaves] if not self.takes(fqn)}
