@@ -318,7 +318,7 @@ def plain_names_of(entries: Sequence[Entry]) -> dict[str, str]:
 
 
 def random_restores(entries: Sequence[Entry]) -> list[Callable[[], None]] | None:
-    """Returns calls that set generators to the states that this load has given them; None if the state has none."""
+    """Returns calls that set generators to the states that the load gave them; None if the state has no generators."""
     are_random = [entry for entry in entries if isinstance(entry, RankLocalEntry) and entry.is_random]
     return [restore for entry in are_random for restore in entry.random_restores] if are_random else None
 

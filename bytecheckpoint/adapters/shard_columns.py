@@ -267,8 +267,8 @@ class ShardBlocks(Sequence[LocalShard]):
         return self.places()[0]
 
     def places(self) -> tuple[Int64s, Int64s]:
-        """Returns the address and the number of bytes of each shard: those of its `ShardColumns`, where some addresses
-        are 0, or twice 0 if it is not in columns.
+        """Returns the address and the number of bytes of each shard, as its `ShardColumns` has them; both 0 for a shard
+        that is not in columns.
         """
         addresses, lengths = np.zeros((2, len(self)), np.int64)
         for block, start in zip(self.blocks, self._starts, strict=False):

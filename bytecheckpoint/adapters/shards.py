@@ -242,7 +242,7 @@ class Memories(NamedTuple):
     """True if all are row-major, without gaps, and no conjugation or negation is pending."""
 
     def has(self, lengths: Int64s) -> NDArray[np.bool_]:
-        """Returns True for each tensor of so many bytes whose storage has them all, provided that it is row-major."""
+        """Returns True for each tensor whose storage has as many bytes from its address on as `lengths` says for it."""
         has_all: NDArray[np.bool_] = (lengths == 0) | (self.addresses - self.starts + lengths <= self.sizes)
         return has_all
 

@@ -89,7 +89,7 @@ class SeparateTensors:
         return [fqn for fqn, new in self._new.items() if not _have_same_bytes(new, self._tied[fqn])]
 
     def part(self, fqns: Collection[str]) -> None:
-        """Sets the FQNs that differ on some rank: the state cannot have one memory for them, on this rank either."""
+        """Sets the FQNs whose values differ on some rank: their copies replace tensors of the state on every rank."""
         self._unequal = fqns
 
     def unequal(self) -> dict[str, torch.Tensor]:

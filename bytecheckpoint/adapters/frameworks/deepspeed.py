@@ -69,7 +69,8 @@ def unwrapped(engine: Any) -> Any:
 
 
 def flat_optimizer(fqn: str, value: Any, engines: Iterable[Any]) -> FlatOptimizer | None:
-    """Returns the torch optimizer inside `value`, an optimizer of DeepSpeed or of one of `engines`; None for any other.
+    """Returns a record of the torch optimizer in `value`, an optimizer of DeepSpeed's or that of one of `engines`; None
+    for any other `value`.
 
     The torch optimizer that an engine was made with is taken for the engine's own. Raises CheckpointSaveError
     (unsupported_value), naming `fqn`, where not all of its state can be read.

@@ -95,7 +95,7 @@ def _is_same_view(value: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class ReloadEntry:
-    """An object around modules. It may hold a copy of them: after they are loaded, its load_state_dict() is called."""
+    """An object around modules. It may hold a copy of them: once they are loaded, it gets their state."""
 
     def __init__(self, fqn: str, value: Stateful, inside: WrappedModules) -> None:
         self.fqn = fqn

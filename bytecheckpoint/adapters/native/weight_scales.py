@@ -103,8 +103,8 @@ class WeightScales:
         self, shard: LocalShard, stored_fqn: str, *, is_kept: Callable[[str], bool] = lambda _: False
     ) -> tuple[LocalShard, str]:
         """Adds a shard if it is filled from a quantized weight with scales, and has full precision itself; but not if
-        `is_kept` is True for their name: then they are wanted as they are. Returns what a load fills and the name of
-        its chunks: memory for packed numbers and their name, else `shard` and `stored_fqn`.
+        `is_kept` is True for the name of the scales: these are wanted as they are. Returns what a load fills and the
+        name of its chunks: memory for packed numbers and their name, else `shard` and `stored_fqn`.
 
         Raises the errors of `blocks_of`, and CheckpointMismatchError (conflict) for a packed weight whose scales are
         wanted as they are.

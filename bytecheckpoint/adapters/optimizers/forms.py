@@ -162,7 +162,7 @@ def _without_refs(tree: Mapping[str, Any], fqn: str) -> dict[str, Any]:
         name: {
             key: value
             for key, value in values.items()
-            # Of other types, an array compares its elements.
+            # By the type first: an array would be compared element by element.
             if type(value) is not TensorRef or value.fqn != f"{prefix}{name}.{key}"
         }
         for name, values in tree[_STATE].items()
