@@ -103,8 +103,8 @@ class RngState:
         self._root = state.get(ROOT)
 
     def chosen(self, saved: SavedByRank, rank: int, moment: str) -> Any:
-        """Returns the state that this rank gets; None if it keeps its own; what was saved as it is if that is no
-        state of an RngState. `moment` names the save in streams' keys.
+        """Returns the state that this rank gets; None if it keeps its own. If another value than the state of an
+        RngState was saved, returns that. `moment` names the save in streams' keys.
         """
         of_first = saved.tree(min(saved.data))
         source = self._source(saved, rank) if is_rng_state(of_first) else min(saved.data)
