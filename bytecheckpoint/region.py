@@ -267,7 +267,7 @@ def _sweep(regions: Sequence[Region]) -> Region | None:
 
 
 def find_hole(target: Region, regions: Iterable[Region]) -> Region | None:
-    """Returns a part of `target` that none of the regions covers, or None."""
+    """Returns a part of `target` that none of the regions covers; None if they cover all of it."""
     uncovered = [target] if target.numel else []
     # In this order the uncovered parts stay few: what lies before a region was covered or never will be.
     for region in sorted(regions):

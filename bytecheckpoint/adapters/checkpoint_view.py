@@ -131,8 +131,8 @@ class CheckpointView:
         return saved | {leaf: records[fqn] for leaf, fqn in refs.items() if fqn in moved}
 
     def _renamed(self, values: Mapping[str, T]) -> dict[str, T]:
-        """Returns the values by checkpoint FQN that are not left out, by state FQN. Raises CheckpointMismatchError
-        (conflict) if two of them get one name.
+        """Takes values by checkpoint FQN; returns, by state FQN, those that include and exclude let through. Raises
+        CheckpointMismatchError (conflict) if two of them get one name.
         """
         sources: dict[str, str] = {}
         for fqn in filter(self.takes, values):
@@ -152,7 +152,7 @@ class CheckpointView:
 
     @cached_property
     def _unsaved_here(self) -> dict[str, set[str]]:
-        """For each entry of which only other ranks saved a value: the FQNs of the leaves for which its name stands."""
+        """FQNs of leaves that other ranks saved, by the FQN of an entry that this rank did not; without extra_state."""
         unsaved = leaves_of_others(self._manifest, self.rank)
         return {fqn: names for fqn, names in unsaved.items() if fqn.split(".")[0] != PER_RANK_NAME}
 
@@ -162,15 +162,15 @@ class CheckpointView:
         return next((why for source, why in left_out.items() if self.rename(source) == fqn), None)
 
     def includes(self, fqn: str) -> bool:
-        """Returns True if include names this checkpoint FQN, or takes all."""
+        """Returns True if include is None, or matches this checkpoint FQN."""
         return self._include is None or self._include.match(fqn)
 
     def excludes(self, fqn: str) -> bool:
-        """Returns True if exclude names this checkpoint FQN."""
+        """Returns True if exclude matches this checkpoint FQN."""
         return self._exclude.match(fqn)
 
     def globbed_name(self, fqn: str) -> str:
-        """Returns the name by which include and exclude judge a state FQN that is not stored; no key_map applies."""
+        """Returns a state FQN without `below`: by this name, include and exclude judge what is not stored."""
         return fqn.removeprefix(self._below)
 
     @cached_property
@@ -205,7 +205,7 @@ class CheckpointView:
         return trees
 
     def _is_tree(self, fqn: str) -> bool:
-        """Returns True if the plain data of this checkpoint FQN has to be taken apart down to its last key."""
+        """Returns True if the streams of a data loader with this checkpoint FQN become a tree: see `trees_at`."""
         if self._trees_at is None or not self.takes_all:
             return True
         name = self.rename(fqn)
@@ -285,7 +285,8 @@ class CheckpointView:
             below = ((at[len(fqn) :], self._sources[at]) for at in names)
             source = next((leaf.removesuffix(path) for path, leaf in below if leaf.endswith(path)), None)
         tree = None if source is None else self._tree_at(source)
-        return None if source is None or tree is None else self._stored_tree(source, tree)
+        is_there = tree is not None or source in self._saved_leaves  # a leaf may be a None
+        return self._stored_tree(source, tree) if source is not None and is_there else None
 
     @cached_property
     def _sources(self) -> dict[str, str]:
@@ -303,7 +304,7 @@ class CheckpointView:
         return {name if fqn else name.removesuffix("."): fqn for name, fqn in by_name.items()}
 
     def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
-        """Returns the innermost FQN at or above this one for which this rank has no value, and why; None without."""
+        """Returns the innermost FQN at or above this one for which this rank has no value, and its RankMissing."""
         parts = fqn.split(".") if self.missing else []
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         return next(((name, self.missing[name]) for name in names if name in self.missing), None)
@@ -314,7 +315,7 @@ class CheckpointView:
         return {name: value for name, value in self.tree_leaves.items() if isinstance(value, RankMissing)}
 
     def _tree_at(self, fqn: str) -> Any:
-        """Returns the part of the plain data at this checkpoint FQN, or None."""
+        """Returns the part of the plain data at this checkpoint FQN; None if there is none, or if it is a None."""
         leaf = self._saved_leaves.get(fqn)
         if fqn in self.trees or isinstance(leaf, dict):  # an empty dict is itself, whatever lies below a key with dots
             return leaf if isinstance(leaf, dict) else self.trees[fqn]
@@ -335,7 +336,7 @@ class CheckpointView:
 
     @cached_property
     def skipped(self) -> set[str]:
-        """State FQNs of all that include and exclude leave out, except names that something else is renamed to."""
+        """State FQNs of all that include and exclude leave out, except FQNs that something they let through has too."""
         if self.takes_all:
             return set()
         left_out = {self.rename(fqn) for fqn in [*self.saved, *self._saved_leaves] if not self.takes(fqn)}
@@ -375,7 +376,7 @@ class CheckpointView:
 
     @property
     def unmatched_rules(self) -> list[UnusedRule]:
-        """Rules of include, exclude and key_map that have matched no name that was looked up."""
+        """Rules of include, exclude and key_map that have matched none of the names that were looked up so far."""
         found = [UnusedRule("include", glob) for glob in (self._include.unused if self._include else ())]
         found += [UnusedRule("exclude", glob) for glob in self._exclude.unused]
         return found + [UnusedRule("key_map", repr(rule)) for rule in self.rename.unused]

@@ -66,10 +66,11 @@ class Entry(Protocol):
 
 
 def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
-    """Returns the entries of a state, modules first: optimizers name their state after parameters.
+    """Returns the entries of a state: modules first, then optimizers, which name their state after parameters.
 
-    Raises CheckpointSaveError (unsupported_value) for a state that is not a dict with names as keys, and
-    CheckpointMismatchError (conflict) for a framework that is not known, or to which nothing in the state belongs.
+    Raises CheckpointSaveError (unsupported_value) for a state that is not a dict with names as keys, or has a value
+    that cannot be saved, and CheckpointMismatchError (conflict) for a framework that is not known, or to which nothing
+    in the state belongs.
     """
     check_known(framework)
     if not isinstance(state, dict):
@@ -92,8 +93,8 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
 
 
 def _refuse_bound_to_zero(values: Sequence[_Value], optimizers: Sequence[_OPTIMIZERS]) -> None:
-    """Raises CheckpointSaveError (unsupported_value) for the optimizer inside a ZeroRedundancyOptimizer that has a
-    scheduler in the state: each step puts the outer hyperparameters, which no entry has, in place of the inner ones.
+    """Raises CheckpointSaveError (unsupported_value) if the state has the inner optimizer of a ZeroRedundancyOptimizer
+    and a scheduler of the outer one: each step replaces the inner hyperparameters by the outer, which no entry has.
     """
     fqns = {id(one): entry.fqn for entry in optimizers for one in entry.optimizers}
     for each in values:
@@ -160,7 +161,9 @@ def data_loaders_in(state: Mapping[str, Any]) -> dict[str, DataLoaderState]:
 
 
 def optimizers_in(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
-    """Returns torch's optimizers in a state. Raises CheckpointSaveError (unsupported_value) as a save does."""
+    """Returns torch's optimizers in a state, without those inside wrappers. Raises CheckpointSaveError
+    (unsupported_value) as a save does.
+    """
     found = (one for each in _walk_state(state) if each.kind == "optimizers" for one in each.found)
     return [one for one in found if isinstance(one, torch.optim.Optimizer)]
 
@@ -228,8 +231,8 @@ def _entry_of_modules(fqn: str, stages: Sequence[Stage], framework: str) -> _MOD
 
 
 def _optimizers_in(value: Any) -> Sequence[Any]:
-    """Returns [value] for one optimizer: torch's, Megatron's, or a wrapper of some. Returns a list or tuple of torch's
-    optimizers alone as it is, and an empty sequence for all else.
+    """Returns [value] for an optimizer of torch or Megatron, or an object that wraps optimizers; a list or tuple of
+    torch's optimizers alone as it is; and an empty sequence for all else.
     """
     if isinstance(value, list | tuple):
         return value if all(isinstance(item, torch.optim.Optimizer) for item in value) else ()
@@ -287,7 +290,7 @@ def check_can_be_lazy(entries: Sequence[Entry]) -> None:
 
 def changing_tensors(entries: Sequence[Entry]) -> list[torch.Tensor]:
     """Returns this rank's memory of modules' buffers and data loaders' tensors, which training changes without waiting
-    for a lazy snapshot, but for what a save would refuse.
+    for a lazy snapshot. Leaves out those that a save refuses.
     """
     shards = LocalShards()
     for buffer in (buffer for entry in entries if isinstance(entry, _CHANGING) for buffer in entry.buffers()):
@@ -324,7 +327,7 @@ def plain_names_of(entries: Sequence[Entry]) -> dict[str, str]:
 
 
 def random_restores(entries: Sequence[Entry]) -> list[Callable[[], None]] | None:
-    """Returns calls that set generators to the states that this load has given them; None without any generators."""
+    """Returns calls that set generators to the states that the load gave them; None if the state has no generators."""
     are_random = [entry for entry in entries if isinstance(entry, RankLocalEntry) and entry.is_random]
     return [restore for entry in are_random for restore in entry.random_restores] if are_random else None
 
@@ -333,7 +336,7 @@ def collect_all(entries: list[Entry]) -> list[EntryContents]:
     """Returns the shards and plain data of every entry for a save.
 
     Raises CheckpointSaveError (unsupported_value) where two entries use the same FQN, or a tensor is on the meta
-    device.
+    device, and the errors of `Entry.collect`.
     """
     known_names, known_trees = set[str](), set[str]()
     collected: list[EntryContents] = []
@@ -365,9 +368,8 @@ def _resolved(shards: Sequence[LocalShard]) -> ShardBlocks:
 def finish_all(
     entries: Sequence[Entry], checkpoint: CheckpointView, overwriting: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Finishes every entry, each within `overwriting`; also those after one that cannot take all that it should.
-
-    Raises the first CheckpointMismatchError of any of them.
+    """Finishes every entry, each within `overwriting`, also after a CheckpointMismatchError of one: the first such
+    error is raised at the end.
     """
     errors: list[CheckpointMismatchError] = []
     for entry in entries:

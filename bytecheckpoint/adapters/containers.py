@@ -266,14 +266,18 @@ def _renamed_below(target: str, tree: dict[Any, Any], fqn: str, checkpoint: Chec
 
 
 def _is_left_out(value: Any, fqn: str, checkpoint: CheckpointView) -> bool:
-    """Returns True if include or exclude leave out this leaf of the state, or all that an empty dict or list takes."""
+    """Returns True if include or exclude leave out this leaf of the state; for an empty dict or list that takes over a
+    stored one, also if they leave out all of that.
+    """
     adopted = _adopted(value, fqn, checkpoint)
     # First, as no glob is of use that names only what contains names that are left out.
     return (adopted is not None and not adopted.is_taken) or checkpoint.skips(fqn)
 
 
 def _problems(fqn: str, value: Any, checkpoint: CheckpointView) -> list[Problem]:
-    """Returns why the plain data of this FQN, small tensors included, cannot take the place of a value."""
+    """Returns why the stored plain data of this FQN, small tensors included, cannot take the place of `value`; an empty
+    list if it can.
+    """
     found = checkpoint.tree_leaves.get(fqn)
     if isinstance(found, RankMissing):
         return missing_in({fqn: found})
@@ -320,7 +324,7 @@ def _filled_in_place(value: Any, stored: Any) -> bool:
     """Copies a stored value into the state's own object, to which other code may hold references. Returns False, with
     nothing changed, if that is impossible.
 
-    Two tensors must have one shape and dtype, which the caller asks `_problems`: torch would broadcast or cast.
+    The caller has to check with `_problems` that two tensors have one shape and dtype: torch would broadcast or cast.
     """
     if isinstance(value, torch.Tensor) and isinstance(stored, torch.Tensor):
         target = value.detach()

@@ -40,7 +40,7 @@ class Expectation(NamedTuple):
 
     shards: list[LocalShard]
     claims: set[str]
-    """State FQNs that the entry has a place for, also where a problem keeps it from being filled; not its shards'."""
+    """State FQNs, without those of `shards`, that the entry has a place for, even if a problem keeps it unfilled."""
     problems: list[Problem]
     copies: Sequence[LocalShard] = ()
     """Shards in lower precision of tensors that are also loaded in full precision: converted whatever `cast` says."""

@@ -23,7 +23,9 @@ _PART_ELEMENTS = 1 << 24
 
 
 def check_finite(contents: Sequence[EntryContents], *, check: FiniteCheck, path: str, rank: int) -> None:
-    """Names this rank's tensors with values that are not finite, in a warning or a CheckpointSaveError (not_finite)."""
+    """Names this rank's tensors with values that are not finite, if any: logs them for the check "warn", raises
+    CheckpointSaveError (not_finite) for "refuse". Looks at nothing for "off".
+    """
     if check == "off":
         return
     found = [text for entry in contents for shard in entry.shards if (text := _describe(shard))]
@@ -40,7 +42,7 @@ def check_finite(contents: Sequence[EntryContents], *, check: FiniteCheck, path:
 
 
 def _describe(shard: LocalShard) -> str:
-    """Returns the name of a tensor and how many NaN and infinite values it has; "" if it has none."""
+    """Returns the name of a shard and how many NaN and infinite values it has; "" if it has or can have none."""
     tensor = shard.tensor.detach()
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or shard.dtype in _ALWAYS_FINITE:
         return ""

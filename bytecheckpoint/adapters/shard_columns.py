@@ -267,7 +267,7 @@ class ShardBlocks(Sequence[LocalShard]):
             yield from block.described() if isinstance(block, ShardColumns) else (shard[:4] for shard in block)
 
     def digests(self) -> list[Any]:
-        """Returns what a plan depends on, by block: a digest of columns, or names, dtypes, shapes and regions."""
+        """Returns what a plan depends on, an item a block: the digest of columns, or names, dtypes, shapes, regions."""
         return [
             block.digest if isinstance(block, ShardColumns) else [*zip(*block, strict=True)][:4]
             for block in self.blocks
@@ -278,8 +278,8 @@ class ShardBlocks(Sequence[LocalShard]):
         return self.places()[0]
 
     def places(self) -> tuple[Int64s, Int64s]:
-        """Returns the address of each shard and its number of bytes as `ShardColumns` has them, where some
-        addresses are 0; both 0 for all that are not in columns.
+        """Returns the address and the number of bytes of each shard, as its `ShardColumns` has them; both 0 for a shard
+        that is not in columns.
         """
         addresses, lengths = np.zeros((2, len(self)), np.int64)
         for block, start in zip(self.blocks, self._starts, strict=False):

@@ -98,7 +98,9 @@ class LocalShards:
     """
 
     def __init__(self, *, with_addresses: bool = False) -> None:
-        """`with_addresses` is for a load; a save reads addresses later, when it is staged."""
+        """`with_addresses` is for a load: shards get addresses, and `add` does not check that the memory is there. A
+        save reads addresses later, when it is staged.
+        """
         self.found: list[LocalShard] = []
         self._with_addresses = with_addresses
         self._kinds: dict[_Looks, _Kind] = {}
@@ -113,8 +115,9 @@ class LocalShards:
         """Adds the shards of a tensor: one for each piece that this rank has, so none on a rank outside its mesh.
 
         An empty share of an uneven split is one shard of no elements, so that every rank knows the FQN.
-        Raises CheckpointSaveError (unsupported_value) for a tensor without dense memory of its own, and
-        CheckpointMismatchError (conflict) for a DTensor whose local tensor does not fit its placements.
+        Raises CheckpointSaveError (unsupported_value) for a tensor or placement of an unsupported kind, and for a save
+        also for freed memory; CheckpointMismatchError (conflict) if a DTensor's local tensor does not fit its
+        placements.
         """
         self.add_all([(fqn, tensor)])
 
@@ -241,15 +244,14 @@ class Memories(NamedTuple):
     """True if all are row-major, without gaps, and no conjugation or negation is pending."""
 
     def has(self, lengths: Int64s) -> NDArray[np.bool_]:
-        """Returns, for each tensor, True if its memory has all of its bytes; `lengths` has their number for each."""
+        """Returns True for each tensor whose storage has as many bytes from its address on as `lengths` says for it."""
         has_all: NDArray[np.bool_] = (lengths == 0) | (self.addresses - self.starts + lengths <= self.sizes)
         return has_all
 
 
 def look_at(tensors: Sequence[torch.Tensor], *, are_complex: bool) -> Memories:
-    """Reads the memory places of tensors on the host, some of which may be complex if `are_complex`. Pass few at a
-    time, so that they stay in the processor's cache between the reads: the first read of each costs more than all
-    others.
+    """Returns where tensors on the host lie; without `are_complex` none of them may be complex. Pass few at a time, so
+    that they stay in the processor's cache between the reads: the first read of each costs more than all others.
     """
     storages = list(map(_Tensor.untyped_storage, tensors))
     each = map(_Tensor.data_ptr, tensors), map(_Storage.data_ptr, storages), map(_Storage.nbytes, storages)
@@ -290,7 +292,7 @@ def shares_elements(tensor: torch.Tensor) -> bool:
 
 
 def has_all_memory(tensor: torch.Tensor) -> bool:
-    """Returns True if all memory of a dense tensor is there, as of an empty or meta one: a storage can be freed."""
+    """Returns True if the storage of a dense tensor, which can be freed, has all of its bytes; also for a meta one."""
     num_bytes = tensor.nbytes
     if num_bytes and not tensor.is_contiguous():
         reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -318,9 +320,9 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dense_dtype(fqn: str, tensor: torch.Tensor) -> str:
-    """Returns the name of the dtype of a tensor that has dense memory of its own.
+    """Returns the name of the dtype of a strided tensor whose class has no __torch_dispatch__ of its own.
 
-    Raises CheckpointSaveError (unsupported_value) for any other.
+    Raises CheckpointSaveError (unsupported_value) for any other, and for a dtype that no checkpoint has.
     """
     name = _DTYPE_NAMES.get(tensor.dtype)
     if name is None or tensor.layout is not _STRIDED or tensor.is_nested or type(tensor) not in PLAIN_TENSORS:

@@ -57,7 +57,6 @@ class StatefulEntry:
         self._shown: Any = None
         """The object's `state_dict()`, read once for a load; {} in its place for a Loader of torchdata.nodes that was
         never read; None before that."""
-        """Result of the object's state_dict(), read once for a load; None before that."""
         self._current: dict[str, Any] = {}
         """Leaves of the object's state_dict(), plain data too, by state FQN, without those of tensor subclasses that
         the load replaces; empty before `expect`."""
@@ -176,7 +175,8 @@ class StatefulEntry:
 
 
 def give_state(value: Stateful, state: Any) -> None:
-    """Gives an object a loaded state. The next pass of a Loader of torchdata.nodes, also of a held one, begins with it.
+    """Gives an object a loaded state. If it is a Loader of torchdata.nodes, or one of its attributes is, the next pass
+    of that Loader begins with this state.
 
     Such a Loader keeps the iterator that its state_dict() has made, and its next iter() would return that one, at the
     start, whatever state was loaded in between.
@@ -208,8 +208,8 @@ def _attributes_of(value: object) -> Mapping[str, Any]:
 
 
 def add_metadata(state: Any, show: Callable[[], Any]) -> None:
-    """Gives the OrderedDicts of a state the attribute `_metadata` that those of an object's own, shown state have: no
-    checkpoint holds it. torch's modules find their versions there, and TensorDict its structure.
+    """Sets the attribute `_metadata` of the OrderedDicts in `state` to that of the OrderedDicts at the same places in
+    `show()`: no checkpoint holds it. torch's modules find their versions there, and TensorDict its structure.
     """
     if _holds_ordered(state):
         _copy_metadata(show(), state)
@@ -242,5 +242,7 @@ def _is_of_torch(value: object) -> bool:
 
 
 def _can_fill(own: Any, value: Any) -> bool:
-    """Returns True if a load can fill this part of a live subclass: not on the meta device, nor from a small tensor."""
+    """Returns False for a part of a live subclass that no load can fill: a tensor on the meta device, or one whose
+    stored value is a small tensor, in plain data.
+    """
     return not isinstance(own, torch.Tensor) or not (own.is_meta or isinstance(value, torch.Tensor))

@@ -66,5 +66,5 @@ class TargetShards(Sequence[LocalShard]):
 
     @cached_property
     def owners(self) -> list[torch.Tensor]:
-        """The state's own tensors whose version counters are not those of the filled memory, as those of DTensors."""
+        """The state's own tensors, such as DTensors, whose version counters are not those of the filled memory."""
         return [owner for owner in self._owners if owner is not None]

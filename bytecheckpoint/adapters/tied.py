@@ -14,9 +14,9 @@ from bytecheckpoint.manifest.plain_wire import unsupported
 
 
 def split_tied(named: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Returns the tensors to store by FQN, and the aliases: each further FQN of a tied tensor, and the FQN under which
-    that tensor is stored. `named` has for each tensor the module's own name, the FQN and the tensor. Raises
-    CheckpointSaveError for an FQN of two tensors.
+    """Returns the tensors to store by FQN, and the aliases: each FQN of a tied tensor except its first -> the first,
+    under which it is stored. `named` has for each tensor the module's own name, the FQN and the tensor. Raises
+    CheckpointSaveError if two tensors have one FQN.
     """
     tensors = {fqn: tensor for _, fqn, tensor in named}
     addresses = [_address(tensor) for tensor in tensors.values()]
@@ -41,8 +41,8 @@ def split_tied(named: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str
 def with_flat_ties(
     tensors: Collection[str], aliases: Mapping[str, str], flat: Collection[str], ties: Iterable[tuple[str, str]]
 ) -> dict[str, str]:
-    """Returns all of `aliases` and `ties` as one dict: each alias, and the FQN that it stands for. `tensors` and `flat`
-    are all FQNs that are stored. Raises CheckpointSaveError for an alias of two tensors, or with one of these names.
+    """Returns `aliases` and `ties` as one dict: each alias, and the FQN that it stands for. `tensors` and `flat` are
+    all FQNs that are stored. Raises CheckpointSaveError if an alias stands for two FQNs, or is itself stored.
     """
     names = {*tensors, *flat}
     found = dict(aliases)

@@ -28,8 +28,8 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def keep_for_rank(shards: LocalShards, fqn: str, tensor: torch.Tensor) -> str | torch.Tensor:
     """Returns what stands in the tree for a tensor that may differ from rank to rank: the tensor, or an FQN of shards.
 
-    Small ones travel in the tree. Large ones are added to the shards, named by their content, so that equal tensors of
-    several ranks are replicas and different ones get different names. Sharded tensors are added under `fqn` itself.
+    Small ones are encoded in the tree. Large ones are added to `shards`, named by their content, so that equal tensors
+    of several ranks are replicas and different ones get different names. Sharded ones are added under `fqn` itself.
     """
     if fits_inline(tensor):
         return tensor
@@ -71,8 +71,8 @@ class SeparateTensors:
         self._unequal: Collection[str] = ()
 
     def expect(self, values: Mapping[str, Any]) -> list[LocalShard]:
-        """Takes the plain and distributed tensors among these values of the state, which are by FQN. Returns their
-        targets, which are on the meta device before `prepare`.
+        """Selects, in place of those of an earlier call, the plain tensors and DTensors among these values of the
+        state, by FQN. Returns their targets: on the meta device before `prepare`, the copies that it made after it.
         """
         kinds = PLAIN_TENSORS
         self._tied = {fqn: each for fqn, each in values.items() if type(each) in kinds or isinstance(each, DTensor)}
@@ -81,19 +81,19 @@ class SeparateTensors:
         return [shard if shard.fqn in self._new else _on_meta(shard) for shard in shards.found]
 
     def prepare(self) -> None:
-        """Copies the tensors: what the load does not fill is as in the state."""
+        """Copies the selected tensors: what the load does not fill is as in the state."""
         self._new = {fqn: _copy(tensor) for fqn, tensor in self._tied.items()}
 
     def differing(self) -> list[str]:
-        """Returns the FQNs of the loaded tensors that differ, on this rank, from those of the state."""
+        """Returns the FQNs of the copies that now differ, on this rank, from the tensors of the state."""
         return [fqn for fqn, new in self._new.items() if not _have_same_bytes(new, self._tied[fqn])]
 
     def part(self, fqns: Collection[str]) -> None:
-        """Tells the FQNs that differ on some rank: these cannot be the same memory, on this rank either."""
+        """Sets the FQNs whose values differ on some rank: their copies replace tensors of the state on every rank."""
         self._unequal = fqns
 
     def unequal(self) -> dict[str, torch.Tensor]:
-        """Returns the loaded tensors that take the place of those of the state."""
+        """Returns, by FQN, the copies that take the place of tensors of the state: those that `part` has named."""
         return {fqn: new for fqn, new in self._new.items() if fqn in self._unequal}
 
 
@@ -109,7 +109,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _have_same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compares the elements that this rank has of two tensors of one shape and dtype."""
+    """Returns True if this rank's elements of two tensors of one shape and dtype are equal, byte by byte."""
     local = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in (one, other)]
     plain = [tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for tensor in local]
     return torch.equal(*plain)
@@ -120,8 +120,8 @@ ABSENT = object()
 
 
 def _without_absent(tree: Any) -> Any:
-    """Returns the tree without ABSENT and containers of nothing else; ABSENT if nothing is left. An ABSENT that
-    other items of its list or tuple follow becomes None. Changes the tree's dicts and lists.
+    """Returns the tree without ABSENT and without containers of ABSENT alone; ABSENT if nothing is left. An ABSENT
+    before other items of its list or tuple becomes None. Changes the tree's dicts and lists.
     """
     if isinstance(tree, dict) and tree:
         for key, item in list(tree.items()):

@@ -151,6 +151,17 @@ def test_an_object_whose_state_is_none_is_given_none(tmp_path: Path) -> None:
     assert (target.state, target.num_loads) == (None, 1)
 
 
+def test_a_none_among_the_items_of_a_dict_is_the_state_of_an_object_there(tmp_path: Path) -> None:
+    target = Counter(a=1)
+    bcp.save(tmp_path, {"d": {"x": None, "y": 1}})
+    bcp.load(tmp_path, {"d": {"x": target, "y": 0}})
+    assert (target.state, target.num_loads) == (None, 1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"d\.x: None in the checkpoint, and this StepLR takes"):
+        bcp.load(tmp_path, {"d": {"x": scheduler, "y": 0}})
+
+
 def test_a_scheduler_where_the_checkpoint_has_none_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"scheduler": None, "x": torch.ones(2)})
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)

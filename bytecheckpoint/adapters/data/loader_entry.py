@@ -113,7 +113,7 @@ class DataLoaderEntry:
 
     def own_ids(self, loader: ElasticLoader) -> list[str]:
         """Returns the sorted ids of this rank's streams. Raises CheckpointSaveError (unsupported_value) for an id that
-        the loader names twice, or that is no valid text.
+        the loader names twice, or that is no str or not valid Unicode.
         """
         fqn = join_fqn(self.fqn, "streams")
         given: Sequence[Any] = loader.stream_ids()  # of a class of the user
@@ -130,7 +130,7 @@ class DataLoaderEntry:
         return ids
 
     def encode_part(self, loader: ElasticLoader, streams: Mapping[str, msgspec.Raw], shared: bytes) -> bytes:
-        """Returns what this rank sends: encoded states of its streams by id, and the encoded shared state."""
+        """Returns this rank's StreamsPart, encoded. `streams` are the encoded states of its streams by id."""
         state = self._state
         all_ids = getattr(loader, "all_stream_ids", None)
         known = state.loaded_ids if all_ids is None else sorted(all_ids())
@@ -165,8 +165,8 @@ class DataLoaderEntry:
         return Expectation(of_tree.shards, of_tree.claims.union(self._share.names), problems)
 
     def _check(self, share: _StreamShare) -> None:
-        """Raises CheckpointMismatchError (conflict) for a state that the loader will not take. Raises also if the load
-        is not strict: otherwise this rank alone would leave its streams as they are.
+        """Raises CheckpointMismatchError (conflict) for a state that `check_streams` of the loader refuses, if it has
+        that method; also in a load that is not strict: otherwise this rank alone would leave its streams as they are.
         """
         check = getattr(self._state.streams, "check_streams", None)
         if check is None or share.why_restarted:

@@ -32,7 +32,7 @@ class StreamProblem(NamedTuple):
 
 
 class MergedStreams(NamedTuple):
-    """The object for the manifest, which is empty if there are problems."""
+    """The encoded object for the manifest, which is empty if there are problems; and these."""
 
     encoded: bytes
     problems: list[StreamProblem]

@@ -37,7 +37,8 @@ def encode_positions(fqn: str, state: DataLoaderState) -> bytes:
     """Returns this rank's part of the positions of a loader: by `stream_position(id)` if the loader has that method,
     else whole states of streams.
 
-    Raises CheckpointSaveError (unsupported_value) for a state that is not exact, or is no small position.
+    Raises CheckpointSaveError (unsupported_value) for a state that a save refuses, for a position or shared state that
+    is too large, and for a result of `stream_position` that is no dict.
     """
     entry, loader = DataLoaderEntry(fqn, state), state.streams
     entry.refuse_inexact()

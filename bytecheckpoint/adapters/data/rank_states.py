@@ -109,8 +109,8 @@ def consumed_prefix(states: Sequence[Any], loader: Any, *, size: int) -> Consume
 
 
 def _epoch_samples(sampler: Any, size: int) -> float:
-    """Returns the samples that `size` ranks take in an epoch, those left out that come again to make the parts equal;
-    infinity for a sampler that does not tell.
+    """Returns the number of samples that `size` ranks take in an epoch, without those repeated to make the parts
+    equal; infinity for a sampler that does not tell.
     """
     dataset = getattr(sampler, "dataset", None)
     of_all_ranks = size * getattr(sampler, "num_samples", math.inf)

@@ -69,8 +69,8 @@ def unwrapped(engine: Any) -> Any:
 
 
 def flat_optimizer(fqn: str, value: Any, engines: Iterable[Any]) -> FlatOptimizer | None:
-    """Returns an engine's optimizer, or an optimizer that DeepSpeed has wrapped, with or without a known engine; None
-    for others.
+    """Returns a record of the torch optimizer in `value`, an optimizer of DeepSpeed's or that of one of `engines`; None
+    for any other `value`.
 
     The torch optimizer that an engine was made with is taken for the engine's own. Raises CheckpointSaveError
     (unsupported_value), naming `fqn`, where not all of its state can be read.
@@ -99,7 +99,7 @@ def flat_optimizer(fqn: str, value: Any, engines: Iterable[Any]) -> FlatOptimize
 
 
 def _optimizers_in(engine: Any) -> Iterator[Any]:
-    """Yields the engine's optimizer, the one in that, and so on."""
+    """Yields the engine's optimizer, the optimizer inside it, and so on."""
     optimizer, seen = engine.optimizer, set[int]()
     while optimizer is not None and id(optimizer) not in seen:
         yield optimizer
@@ -108,7 +108,9 @@ def _optimizers_in(engine: Any) -> Iterator[Any]:
 
 
 def _groups_of(wrapper: Any) -> list[Sequence[torch.Tensor]]:
-    """Returns the parameters of the inner optimizer's groups, flat in ZeRO. ZeRO 3 gives it them only during a step."""
+    """Returns the parameters of the inner optimizer's groups, flat in ZeRO; with ZeRO 3, also between steps, when the
+    groups themselves are empty.
+    """
     groups: list[Sequence[torch.Tensor]] = [group["params"] for group in wrapper.optimizer.param_groups]
     if "sub_group_to_group_id" not in vars(wrapper) or any(groups):
         return groups
@@ -227,8 +229,8 @@ def _gathered(fqn: str, name: str, parameter: Any) -> Iterator[FlatParamMemory]:
 
 
 def _finish(masters: Sequence[MasterPart], alone: Sequence[Any]) -> None:
-    """Rounds this rank's masters into the low-precision parameters, as DeepSpeed does. The load itself has filled the
-    elements whose masters are on other ranks.
+    """Rounds this rank's masters into the low-precision parameters, as DeepSpeed does, and drops hpZ's old copies. The
+    load itself has filled the elements whose masters are on other ranks.
     """
     for partitioned in alone:
         partitioned.ds_secondary_tensor = None  # hpZ: gathered within a node, from values that are out of date now

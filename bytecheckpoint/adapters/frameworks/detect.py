@@ -39,8 +39,9 @@ def check_known(framework: object) -> None:
 
 
 def refuse_absent(framework: str, state: Mapping[str, Any], *, has_own: bool) -> None:
-    """Raises CheckpointMismatchError (conflict) if nothing in the state is of the framework. `has_own` is True if an
-    adapter of this framework already reads an entry of the state.
+    """Raises CheckpointMismatchError (conflict) if nothing in the state is of the framework, unless that is "auto".
+    `has_own` is True if an adapter of this framework already reads an entry of the state. Calls state_dict() of objects
+    in the state if nothing else is of the framework.
     """
     if framework == "auto" or has_own or _is_there(framework, state):
         return

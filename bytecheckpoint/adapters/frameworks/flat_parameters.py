@@ -173,8 +173,8 @@ def split_padding(
     shard: LocalShard, axis: int | None, stored_shape: Sequence[int] | None
 ) -> tuple[LocalShard, list[LocalShard]]:
     """Splits a shard of a tensor that is padded along one axis by an amount that depends on the layout, as vocabularies
-    are. Returns the part that lies in the stored tensor, as a shard of that tensor, and a list with the part that lies
-    beyond it, if any.
+    are. Returns the part that lies in the stored tensor, as a shard of that tensor, which may be empty, and a list with
+    the part that lies beyond it, if any.
 
     The shard is returned whole if nothing is padded, or if the shapes differ along another axis: the load refuses that.
     """

@@ -251,7 +251,9 @@ def _memory_key(tensor: torch.Tensor) -> object:
 
 
 def _holds_same(shard: LocalShard, other: LocalShard) -> bool:
-    """Returns True if two shards of one region are tied, or equal to the bit; any two alike on the meta device are."""
+    """Returns True if two shards of one region are tied, or equal to the bit. On the meta device, one dtype and shape
+    are enough.
+    """
     a, b = shard.tensor, other.tensor
     if (shard.dtype, shard.global_shape, a.is_meta) != (other.dtype, other.global_shape, b.is_meta):
         return False

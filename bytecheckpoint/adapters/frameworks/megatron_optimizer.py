@@ -63,7 +63,7 @@ def megatron_optimizer_entry(fqn: str, optimizer: Any, framework: str) -> Optimi
 
 
 def _with_scaler(owner: Any) -> torch.optim.Optimizer | FlatOptimizer:
-    """Returns the inner optimizer, with the state of the grad scaler if there is one: the same for all of a chain."""
+    """Returns the inner optimizer, as a FlatOptimizer with the grad scaler's state if `owner` has a scaler."""
     inner: torch.optim.Optimizer = owner.optimizer
     scaler = getattr(owner, "grad_scaler", None)
     if scaler is None:
@@ -104,7 +104,7 @@ def _check_readable(fqn: str, owner: Any) -> None:
 
 
 def _optimized(owner: Any) -> Iterator[OptimizedElements]:
-    """Yields the elements that the inner optimizer has of each parameter, also if it has none on this rank."""
+    """Yields the elements that the inner optimizer has of each parameter, also where they are none on this rank."""
     seen: set[int] = set()
     copies = _pairs(getattr(owner, "float16_groups", ()), getattr(owner, "fp32_from_float16_groups", ()))
     of_float16 = (OptimizedElements(parameter, copy, 0, "copy") for parameter, copy in copies)
@@ -117,7 +117,9 @@ def _optimized(owner: Any) -> Iterator[OptimizedElements]:
 
 
 def _shards(owner: Any) -> Iterator[OptimizedElements]:
-    """Yields what elements, if any, a DistributedOptimizer has of each parameter on this rank; nothing for others."""
+    """Yields the elements, if any, that a DistributedOptimizer has of each parameter on this rank; nothing for another
+    kind of optimizer.
+    """
     if not hasattr(owner, "shard_fp32_from_float16_groups"):
         return
     here: set[int] = set()

@@ -52,7 +52,9 @@ class ShardedPiece(NamedTuple):
         return range(start, start + self.memory.numel())
 
     def part(self, start: int, numel: int) -> FlatParamPart | None:
-        """Returns the part of the piece in these elements of the flattened source; None if the piece has no `span`."""
+        """Returns the part of the piece, which may be empty, that lies in these elements of the flattened source; None
+        if the piece has no `span`.
+        """
         span = self.span
         if span is None:
             return None
@@ -109,7 +111,7 @@ def leaves_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def find_in(fqn: str, tree: Any) -> ShardedObjects:
-    """Returns the pieces and objects of what a module's `sharded_state_dict()` gave, or of a dict that holds some.
+    """Returns the sharded objects in what a module's `sharded_state_dict()` gave, or in a dict; skips other values.
 
     Raises CheckpointSaveError (unsupported_value) for an object that contradicts itself, flattened tensors, and a
     factory whose pieces are not all of its data.

@@ -76,7 +76,7 @@ def masters_of(fqn: str, wrapper: Any) -> list[MasterPart]:
 def zero3_part(fqn: str, parameter: Any, position: int) -> FlatParamPart:
     """Returns the part of a parameter of ZeRO 3 on this rank, which may be empty.
 
-    Raises CheckpointSaveError (unsupported_value) where it is partitioned in another way.
+    Raises CheckpointSaveError (unsupported_value) if it is not cut evenly over all ranks of its process group.
     """
     size, rank = dist.get_world_size(parameter.ds_process_group), dist.get_rank(parameter.ds_process_group)
     partition = parameter.ds_tensor.ds_numel

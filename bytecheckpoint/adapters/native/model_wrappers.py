@@ -75,7 +75,9 @@ def _is_read_otherwise(module: torch.nn.Module) -> bool:
 
 
 def _memory_key(value: Any) -> tuple[int, int] | None:
-    """Returns a key of a tensor's memory, equal for views of one dtype that start there, on meta too; else None."""
+    """Returns a key that tensors of one dtype share if they start at one place in memory, also on the meta device; None
+    for a value that is no tensor.
+    """
     if not isinstance(value, torch.Tensor):
         return None
     tensor = value._local_tensor if isinstance(value, DTensor) else value
@@ -93,7 +95,7 @@ def _is_same_view(value: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class ReloadEntry:
-    """An object around modules: after a load in place it gets their state, because it may hold a copy."""
+    """An object around modules. It may hold a copy of them: once they are loaded, it gets their state."""
 
     def __init__(self, fqn: str, value: Stateful, inside: WrappedModules) -> None:
         self.fqn = fqn

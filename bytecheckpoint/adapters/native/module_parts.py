@@ -73,7 +73,9 @@ def is_data(name: str, value: Any) -> bool:
 
 
 def part_of(fqn: str, stage: Stage) -> ModulePart:
-    """Returns what is known of a stage's module. First has fully_shard put sharded parameters back in place."""
+    """Returns what is known of a stage's module. First has fully_shard put sharded parameters back in place. Raises
+    CheckpointSaveError (unsupported_value) for a module of FSDP1 that cannot be read.
+    """
     module = stage.module
     tree = tree_of(deepspeed.unwrapped(module) if deepspeed.is_engine(module) else module)
     is_fsdp1 = fsdp1.has_units(fqn, tree)

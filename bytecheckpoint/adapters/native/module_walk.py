@@ -45,8 +45,8 @@ class Stage(NamedTuple):
 
 
 def stages_of(value: Any) -> list[Stage]:
-    """Returns the modules that a value of the state stands for: a module, a stage of `torch.distributed.pipelining`
-    (told by `submod` and `stage_index`), lists of both, or a schedule, which holds stages. Empty for anything else.
+    """Returns the modules of a value of the state that is a module, a stage of `torch.distributed.pipelining` (told by
+    `submod` and `stage_index`), a list or tuple of these alone, or a schedule of stages. Empty for anything else.
     """
     if isinstance(value, list | tuple):
         stages: list[Stage] = []
@@ -227,7 +227,7 @@ def _inherit(classes: Iterable[type[torch.nn.Module]], methods: Sequence[str]) -
 
 
 def target_device(tensor: torch.Tensor) -> torch.device:
-    """Returns the device of a tensor, or on which it would get memory if it is on the meta device."""
+    """Returns the device of a tensor; for one on the meta device, that on which it would get memory."""
     if not tensor.is_meta:
         return tensor.device
     if isinstance(tensor, DTensor):

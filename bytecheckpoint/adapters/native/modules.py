@@ -336,9 +336,9 @@ class ModuleEntry:
         facts: dict[str, Any],
         known: dict[int, tuple[str, dict[str, Any]]],
     ) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yields the module's own name, the FQN and the tensor of all tensors; adds the rest to `extra` and `facts`.
-        `known` are the parts of tensor subclasses, each taken apart once, so that a tensor with several names is
-        recognized as tied.
+        """Yields the module's own name, the FQN and the tensor of all tensors; those that hooks made are noted in
+        `_detached`. Adds other data to `extra`, facts of subclasses to `facts`, and their parts to `known`: each is
+        taken apart once, so that a tensor with several names is recognized as tied.
         """
         live = None if part.tree.is_saved_as_usual else part.tree.live()
         for name, plain, value in part.state():

@@ -302,7 +302,9 @@ def _sharded_dims(outer: DTensor) -> set[int] | None:
 
 
 def _can_follow(num_dims: int, outer: DTensor, sharded: set[int]) -> bool:
-    """Returns True if a tensor of `num_dims` dimensions has the dimensions along which the outer tensor is cut."""
+    """Returns True if a tensor of `num_dims` dimensions can be cut along the dimensions `sharded` of `outer`: there are
+    none, or it has as many dimensions as `outer`, or it has any and only the first one is in `sharded`.
+    """
     return not sharded or num_dims == outer.dim() or (num_dims > 0 and sharded == {0})
 
 

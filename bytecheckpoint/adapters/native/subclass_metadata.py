@@ -1,8 +1,9 @@
 """Metadata of a tensor subclass besides its inner tensors, as plain data: its class by name, what its
 `__tensor_flatten__` returns as context, and the shape, stride and dtype that it shows.
 
-A context may hold plain data, enum members, dataclasses and devices. Nothing is imported for a checkpoint: classes are
-found only where the program has imported them already, and no constructor but that of the tensor is called.
+A context may hold plain data, enum members, dataclasses, named tuples and devices. Nothing is imported for a
+checkpoint: classes are found only where the program has imported them already, and no constructor but that of the
+tensor is called.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def facts_of(fqn: str, tensor: torch.Tensor, context: Any, shown: torch.Tensor) 
 
     In a context, a marker replaces the shape of the tensor, because each shard has another: where it is a torch.Size,
     or a list or tuple under the key `shape` or `size`. Any other list stays as it is, also if it equals the shape.
-    Raises CheckpointSaveError (unsupported_value) for a context of more than plain data, enum members, dataclasses and
-    devices.
+    Raises CheckpointSaveError (unsupported_value) for a context of more than plain data, enum members, dataclasses,
+    named tuples and devices.
     """
     name = _name_of(type(tensor))
 
@@ -58,7 +59,7 @@ def _name_of(cls: type) -> str:
 
 def _to_plain(value: Any, shape: tuple[int, ...], refuse: Callable[[Any], Exception]) -> Any:
     """Returns a part of a context as plain data: objects become dicts with a marker, whose values stay but for devices
-    and for the shape of the tensor, which `context_of` is given anew. Raises what `refuse` returns.
+    and for the shape of the tensor, which `context_of` is given anew. Raises `refuse(value)` for any other value.
     """
     kind = type(value)
     if kind in _PLAIN:

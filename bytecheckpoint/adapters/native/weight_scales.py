@@ -38,7 +38,7 @@ _MULTIPLIED_NUMEL = 1 << 21
 
 
 class ScaledShard(NamedTuple):
-    """A shard of products: its scales, and its numbers unless it holds them itself, are filled by a load."""
+    """A shard of products. A load fills `scales` and the numbers, which are in `packed` or else in `shard` itself."""
 
     shard: LocalShard
     scales: torch.Tensor
@@ -49,7 +49,7 @@ class ScaledShard(NamedTuple):
     """Bytes of two 4-bit numbers, of whole blocks, on the host: (matrices, columns, blocks of a column, bytes)."""
 
     def multiply(self) -> None:
-        """Multiplies each element by the scale of its block, in float32 or better, and rounds the product once."""
+        """Puts into `shard` each number times the scale of its block, in float32 or better, and rounded once."""
         target, region = self.shard.tensor, self.shard.region
         if not target.numel():
             return
@@ -103,8 +103,8 @@ class WeightScales:
         self, shard: LocalShard, stored_fqn: str, *, is_kept: Callable[[str], bool] = lambda _: False
     ) -> tuple[LocalShard, str]:
         """Adds a shard if it is filled from a quantized weight with scales, and has full precision itself; but not if
-        `is_kept` says that the scales of this name are wanted as they are. Returns what a load fills, and the name of
-        its chunks: memory for packed numbers in place of a shard, else the same.
+        `is_kept` is True for the name of the scales: these are wanted as they are. Returns what a load fills and the
+        name of its chunks: memory for packed numbers and their name, else `shard` and `stored_fqn`.
 
         Raises the errors of `blocks_of`, and CheckpointMismatchError (conflict) for a packed weight whose scales are
         wanted as they are.
@@ -161,9 +161,8 @@ def _region(spans: Sequence[tuple[int, int]]) -> Region:
 
 
 def names_beside(weight: StoredTensor, wanted_dtype: str, names: Container[str]) -> Sequence[str]:
-    """Returns the names of what a stored weight is made of when it is converted to `wanted_dtype`: of its scales, which
-    have to be among `names`, or for a packed weight of its scales and its packed numbers, which always exist; none if
-    it has no scales, or stays quantized.
+    """Returns the names of the tensors beside a stored weight that give its values in `wanted_dtype`: [scales], if they
+    are among `names`; [scales, packed numbers], which always exist, for a packed weight; none if it stays quantized.
     """
     if wanted_dtype not in _FULL_PRECISION:
         return ()
@@ -206,8 +205,8 @@ def block_shape(
     shape: tuple[int, ...], scales_shape: tuple[int, ...], block: tuple[int, ...] = ()
 ) -> tuple[int, ...] | None:
     """Returns the lengths of the block of a weight that each of its scales is for: `block`, of its matrices, if that is
-    known and fits. Else, along a dimension, blocks have the length of a power of two, and the last may be shorter; None
-    if these cannot be told.
+    known and fits. Else a dimension is one block, or one for each element, or is cut in blocks of a power of two, of
+    which the last may be shorter; None if these cannot be told.
     """
     if math.prod(scales_shape) == 1:
         return tuple(max(length, 1) for length in shape)

@@ -159,7 +159,12 @@ def _without_refs(tree: Mapping[str, Any], fqn: str) -> dict[str, Any]:
     """Returns the library's own tree without references to tensors whose names say where they belong."""
     prefix = f"{join_fqn(fqn, _STATE)}."
     state = {
-        name: {key: value for key, value in values.items() if value != TensorRef(f"{prefix}{name}.{key}")}
+        name: {
+            key: value
+            for key, value in values.items()
+            # By the type first: an array would be compared element by element.
+            if type(value) is not TensorRef or value.fqn != f"{prefix}{name}.{key}"
+        }
         for name, values in tree[_STATE].items()
     }
     return {**tree, _STATE: {name: plain for name, plain in state.items() if plain}}

@@ -62,10 +62,10 @@ def agreed(
     memory: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Returns the selected hyperparameters, by name, with which the parameters of a group were saved, and the problems.
-    One that some were saved with and others not, or with other values, is left out, and is a problem.
+    A hyperparameter that not all were saved with, or with different values, is left out, and is a problem.
 
-    `memory`, by state FQN, stands in place of tensors that lie in data files, as in foreign formats. Those of which it
-    has none count as equal, and a hyperparameter with such a tensor is left out.
+    `memory`, by state FQN, stands in place of tensors that lie in data files, as in foreign formats. Tensors that it
+    lacks count as equal, and a hyperparameter with one of them is left out.
     """
     groups = _saved_groups(parameters, stored)
     values, problems = {}, []
@@ -120,9 +120,9 @@ def set_hyperparameters(
     filled: MutableMapping[int, torch.Tensor],
 ) -> None:
     """Copies values into a group. A tensor of the group, or in a tuple or list there, as betas are, is filled in place,
-    because captured graphs hold it; one that cannot hold the value is replaced. In an optimizer of a known kind a
-    number of the group stays a number where the value is a tensor of one element. Steps of others make such tensors of
-    numbers, as Prodigy's, and go on with them: numbers are of another precision.
+    because captured graphs hold it; one that cannot hold the value is replaced. Where the group has a number and the
+    value is a tensor of one element, an optimizer of a known kind gets a number, any other the tensor: the steps of
+    some, as Prodigy's, make such tensors of numbers and go on with them, in another precision.
 
     `filled` has the values that this load has put into tensors of other groups, by the tensor's id. A tensor that was
     one for two groups, as torch makes of a default, becomes two where their values differ.

@@ -26,7 +26,7 @@ Shapes = Counter[tuple[int, ...]]
 
 
 class HeldOptimizers(NamedTuple):
-    """The optimizers that one holds in attributes, also in lists and dicts in them, and those that these hold."""
+    """The optimizers that an optimizer holds in attributes, also in lists and dicts in them, and those inside these."""
 
     inner: list[Any]
     """The innermost: those that hold no others. Of torch, or DeepSpeed's that wrap one."""
@@ -42,7 +42,9 @@ def held_optimizers(optimizer: torch.optim.Optimizer) -> HeldOptimizers:
 
 
 def _add_held(optimizer: torch.optim.Optimizer, found: HeldOptimizers, seen: set[int], above: set[int]) -> bool:
-    """Adds what this one holds, unless seen. Returns True if it holds any but those in `above`, which hold it."""
+    """Adds the optimizers inside this one that are not in `seen`, and notes them there. Returns True if it holds any
+    but those in `above`, which hold it.
+    """
     held = [inner for inner in _held_by_attributes(optimizer) if id(inner) not in above]
     for inner in held:
         if id(inner) in seen:

@@ -293,7 +293,7 @@ class OptimizerEntry:
         return self._found
 
     def trained_fqns(self, checkpoint: CheckpointView) -> set[str]:
-        """Returns those state FQNs of parameters with several under which the checkpoint's optimizer has them."""
+        """Returns, of parameters with several state FQNs, those under which the checkpoint's optimizer has them."""
         stored = self._find(checkpoint)
         several = (names.fqns for names in self._optimized.all_names() if len(names.fqns) > 1)
         return set() if stored is None else {fqn for fqns in several for fqn in fqns if stored.has(fqn)}

@@ -247,7 +247,9 @@ class ParamState:
                 self._group.optimizer.state[parameter][key] = self._new(key, tensor, None)
 
     def finish(self, checkpoint: CheckpointView) -> None:
-        """Puts in place plain values, and values made of several tensors."""
+        """Puts in place plain values, and values made of several tensors. Removes all state of the parameter if the
+        saved optimizer had none.
+        """
         group, parameter, subclasses = self._group, self.parameter, self._subclasses
         if self._stored.had_none(self._names):
             group.optimizer.state.pop(parameter, None)

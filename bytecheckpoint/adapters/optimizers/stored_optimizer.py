@@ -279,7 +279,9 @@ class StoredOptimizer:
         return next((self._tensors[name] for name in self._names(names) if name in self._tensors), {})
 
     def plain(self, names: ParameterNames) -> dict[str, tuple[str, Any]]:
-        """State key -> its checkpoint FQN, and the tree that is its value, as far as it is selected."""
+        """Returns the plain data in a parameter's state, without keys of which include or exclude leave out a part:
+        state key -> its checkpoint FQN, and the tree that is its value.
+        """
         name = next((name for name in self._names(names) if name in self._tree["state"]), None)
         if name is None:
             return {}
@@ -314,7 +316,9 @@ class StoredOptimizer:
         return self._checkpoint.takes_all
 
     def facts(self) -> dict[str, Any]:
-        """Returns the other data that the framework of the optimizer saved with it, as far as it is selected."""
+        """Returns the other data that the framework of the optimizer saved with it, without keys of which include or
+        exclude leave out a part.
+        """
         facts: Mapping[str, Any] = self._tree.get("facts", {})
         prefix = join_fqn(self._tree_fqn, "facts")
         return {key: value for key, value in facts.items() if self._takes_all(value, join_fqn(prefix, key))}

@@ -48,7 +48,7 @@ def _are_own_names(fqn: str, refs: Mapping[str, str]) -> bool:
 
 
 def named_by_content(manifest: Manifest) -> set[str]:
-    """Returns the FQNs of tensors that are stored under another name than that of their leaf, of any rank."""
+    """Returns the FQNs of tensors that `content_fqn` has named, and that a leaf with another FQN refers to."""
     is_any = "@" in "".join(manifest.tensors)
     candidates = {fqn for fqn in manifest.tensors if "@" in fqn and is_content_fqn(fqn)} if is_any else set()
     if not candidates:
@@ -76,8 +76,8 @@ def stored_leaves(tree: Any, fqn: str) -> dict[str, Any]:
 
 
 def leaves_of_others(manifest: Manifest, rank: int) -> dict[str, set[str]]:
-    """Returns the FQNs of all leaves that ranks saved for themselves, by the FQN of the entry: for each entry that this
-    rank did not save, and that has leaves of other names than its own.
+    """Returns, for each entry that only other ranks saved for themselves, the FQNs of their leaves, without the FQN of
+    the entry itself; leaves out entries with no other leaf.
     """
     of_others = {fqn: by_rank for fqn, by_rank in manifest.rank_objects.items() if rank not in by_rank}
     found = {

@@ -108,7 +108,9 @@ def refuse_tensors(
 
 
 def _unite(values: Mapping[int, Any], fqn: str, conflicts: list[_Conflict], *, is_whole: bool) -> Any:
-    """Returns the value of these ranks, dicts united by key (the same keys if `is_whole`). Appends to `conflicts`."""
+    """Returns the values of ranks made one: dicts united by key (if `is_whole`, only those with the same keys), else
+    the first value. Appends to `conflicts` where another differs from it.
+    """
     (first, value), *others = values.items()
     kind: Any = type(value)
     are_dicts = kind in (dict, OrderedDict) and all(type(other) is kind for _, other in others)

@@ -112,7 +112,9 @@ def with_leaves(value: Any, fqn: str, new: Mapping[str, Any]) -> Any:
 
 
 def descend(tree: Any, path: str) -> Any:
-    """Returns the item of a tree at these keys, joined by dots, or None. A key may be empty, or hold dots itself."""
+    """Returns the item of a tree at these keys, joined by dots; None if there is none, or if it is a None. A key may be
+    empty, or hold dots itself.
+    """
     for end in (*(at for at, character in enumerate(path) if character == "."), len(path)):
         for item in _items(tree, path[:end]):
             found = item if end == len(path) else descend(item, path[end + 1 :])

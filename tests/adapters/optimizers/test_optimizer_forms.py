@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -236,6 +237,18 @@ def test_state_that_is_nested_below_its_key_is_taken_apart_and_put_together(tmp_
     assert not report.missing
     assert same_value(again, flat)
     assert parameter.shape == (8, 4)
+
+
+def test_an_array_in_a_parameters_state_loads_from_another_form(tmp_path: Path) -> None:
+    model, other = mlp(0), mlp(1)
+    name = next(iter(dict(model.named_parameters())))
+    history = np.arange(3.0)
+    nested = {"state": {name: {"history": history}}, "param_groups": [{"params": [name], "lr": 0.5}]}
+    bcp.save(tmp_path, {"model": model, "optimizer": nested})
+    restored = torch.optim.SGD([next(other.parameters())], lr=0.1)
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    (state,) = restored.state.values()
+    assert np.array_equal(state["history"], history)
 
 
 def test_exclude_beside_many_optimizers_does_not_judge_all_tensors_for_each(
