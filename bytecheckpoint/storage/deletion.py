@@ -69,8 +69,8 @@ def delete_checkpoint(store: Store, folder: str) -> None:
     """Deletes the committed checkpoint in a folder: its manifest, then the files that its save has written, and the
     pin, records and leases that a manager has put beside it.
 
-    Raises like `read_manifest`, `Store.list` and `Store.delete`, and then deletes none of those files. A file that
-    cannot be deleted after the manifest is garbage, and no error is raised.
+    Raises like `read_manifest`, `Store.list` and `Store.delete` before or while it deletes the manifest, and then
+    deletes nothing else. A file that cannot be deleted after it is garbage, and logged instead of raised.
     """
     names = [*written_files(store, folder, read_manifest(store, folder)), *side_objects(store, folder)]
     if PIN_NAME in store.list(folder):
@@ -83,7 +83,7 @@ def discard(store: Store, folder: str, names: Sequence[str]) -> None:
     """Deletes files that no manifest points to, many with one request where the store can. A file that cannot be
     deleted is garbage: one warning gives the number of these files and the first error, which is not raised.
 
-    Deletion ends when the store has failed twice in a row, because other ranks may wait for this one.
+    No deletion begins once the store has failed twice in a row, because other ranks may wait for this one.
     """
     if isinstance(store, SupportsDeleteMany):
         with suppress(CheckpointError):  # then one by one, which shows the files that cannot be deleted

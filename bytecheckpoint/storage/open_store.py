@@ -69,19 +69,17 @@ def expand_home(path: str) -> str:
 
 
 def absolute_path(path: str) -> str:
-    """Returns the absolute path of a local one, which stays the same place when the working directory changes; a URL
-    of another store stays unchanged.
-    """
+    """Returns the absolute path for a local path or URL, and any other URL unchanged."""
     return os.path.abspath(_LOCAL_URL.sub("", expand_home(path))) if is_local(path) else path  # noqa: PTH100 - text
 
 
 def is_local(path: str) -> bool:
-    """Returns True for a path, or a file:// or local:// URL: these take no storage options."""
+    """Returns True for a path that is not empty, and a file:// or local:// URL: these take no storage options."""
     return bool(_LOCAL_URL.match(path)) or is_plain_path(path)
 
 
 def is_plain_path(path: str) -> bool:
-    """Returns True for a path, and False for a URL, also for one that lost a slash: a URL may hold credentials, which
+    """Returns False for an empty text and for a URL, also for one that lost a slash: a URL may hold credentials, which
     must not be taken for parts of a path.
     """
     return bool(path) and "://" not in path and "::" not in path and not _is_collapsed_url(path)

@@ -16,7 +16,7 @@ _MAX_SUFFIX_BYTES = 200
 
 
 def temporary_name(last: str) -> str:
-    """Returns a new temporary name for an object; `last` is the last part of the object's name."""
+    """Returns a random temporary name in place of `last`, the last part of an object's name."""
     suffix = last.encode("utf-8", "ignore")[:_MAX_SUFFIX_BYTES].decode("utf-8", "ignore")
     return f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-{suffix}"
 
@@ -35,8 +35,8 @@ def path_text(path: object) -> str:
 
 
 def utf8_path(path: str) -> str:
-    """Returns a path, which ranks tell each other as text. Raises StorageError (unsupported) for one that is not UTF-8,
-    as it stands or below the working directory.
+    """Returns the path unchanged. Raises StorageError (unsupported) if the path, made absolute, is not UTF-8: ranks
+    exchange it as text.
     """
     whole = path if "://" in path else os.path.abspath(path)  # noqa: PTH100 - text
     if not is_utf8(whole):
@@ -60,8 +60,8 @@ def escaped(text: str) -> str:
 
 
 def join_name(*parts: str) -> str:
-    """Joins the parts with a slash between them, unless the one before ends with one; empty parts vanish. Slashes in
-    parts stay.
+    """Joins the parts that are not empty with slashes, without a second one after a part that ends in one.
+    Slashes in parts stay.
     """
     joined = ""
     for part in parts:
