@@ -15,7 +15,7 @@ from bytecheckpoint.storage.store import Store, full_location
 
 _SCHEME = re.compile(r"\A[A-Za-z][A-Za-z0-9+.-]*://")
 """Capitals in it mean the same, as in all URLs."""
-_LOCAL_URL = re.compile(r"\A(?:file|local)://")
+_LOCAL_URL = re.compile(r"\A(?i:file|local)://")
 _S3_URL = re.compile(r"\As3a?://[^/?#@:]+(?:/[^?]*)?\Z")
 """URLs without features of s3fs alone: names of access points, versions, chains of URLs."""
 _S3_QUERY = re.compile(r"\As3a?://[^?]*\?")
