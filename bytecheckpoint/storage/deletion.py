@@ -29,9 +29,9 @@ _MAX_FAILURES = 2
 
 
 def files_of_checkpoint(store: Store, folder: str) -> list[str]:
-    """Returns the names, inside its folder, of a manager's records about a committed checkpoint and of the files that
-    its save has written, without the manifest. Raises no CheckpointError: the list is empty if the manifest or a
-    listing cannot be read.
+    """Returns the names, inside its folder, of the files that the save of a committed checkpoint has written, and of a
+    manager's records about that save, without the manifest. Raises no CheckpointError: the list is empty if the
+    manifest or a listing cannot be read.
     """
     with suppress(CheckpointError):
         manifest = read_manifest(store, folder)
@@ -59,7 +59,7 @@ def side_objects(store: Store, folder: str) -> list[str]:
 
 
 def save_id_of_record(name: str) -> str:
-    """Returns the save id of a manager's record or report; empty for a file of others."""
+    """Returns the save id in the file name of a manager's record or report; empty for any other name."""
     save_id, _, extra = name.removesuffix(".json").partition("-")
     is_own = name.endswith(".json") and len(save_id) == 16 and len(extra) in {0, 8}
     return save_id if is_own and not set(save_id + extra) - set("0123456789abcdef") else ""

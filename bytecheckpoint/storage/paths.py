@@ -81,8 +81,8 @@ def check_name(name: str) -> str:
 
 
 def check_file_name(path: str, name: str) -> None:
-    """Raises UnsafeCheckpointError (path_escape) for a file name that `check_name` refuses, such as one with ':' or a
-    backslash, or one that is not UTF-8, which no manifest holds. `path` is that of the file, for the message.
+    """Raises UnsafeCheckpointError (path_escape) for a file name that is not UTF-8, which no manifest holds, or that
+    `check_name` refuses, such as one with ':' or a backslash. `path` is that of the file, for the message.
     """
     if UNSAFE_NAME.search(name) or not is_utf8(name):
         raise unreadable_name(path)

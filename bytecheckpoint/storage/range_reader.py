@@ -184,8 +184,8 @@ _Fill = Callable[[memoryview, FillHook | None], None]
 def _read(
     fill: _Fill, name: str, fetch: Fetch, target: AbstractContextManager[memoryview], extents: _FileExtents | None
 ) -> None:
-    """Fills the target of a fetch, compares its bytes with the checksums, and calls `fetch.place`. Raises
-    CheckpointCorruptError (checksum) after the target was filled.
+    """Fills the target of a fetch, compares its bytes with the checksums, and calls `fetch.place`. For damaged bytes,
+    raises CheckpointCorruptError (checksum) instead of that call.
     """
     check = _Check(extents, name, fetch)
     with target as buffer:
