@@ -63,9 +63,9 @@ def root_of(path: str | os.PathLike[str], role: object) -> str:
     """Returns the path, or the folder of the role under it. Raises CheckpointMismatchError (conflict), which is a
     ValueError, for a role that is not a folder name, and StorageError as `utf8_path` does.
     """
-    root = path_text(path)
+    root = utf8_path(path_text(path))
     if role is None:
-        return utf8_path(root)
+        return root
     if not isinstance(role, str) or not role or role in {".", ".."} or set(role) & set("/\\:\0"):
         what = f"a role is the name of a folder, without slashes or colons, not {role!r:.100}; nothing was changed"
         raise CheckpointMismatchError(what, kind="conflict")

@@ -10,7 +10,7 @@ from bytecheckpoint.errors import CheckpointMismatchError, StorageError
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.paths import join_name, path_text
+from bytecheckpoint.storage.paths import empty_path, join_name, path_text
 from bytecheckpoint.storage.store import Store, full_location
 
 _SCHEME = re.compile(r"\A[A-Za-z][A-Za-z0-9+.-]*://")
@@ -41,7 +41,7 @@ def open_store(
     """
     location = _SCHEME.sub(lambda scheme: scheme[0].lower(), expand_home(path_text(path)))
     if not location:
-        raise StorageError("the path is empty; give a folder or a URL", kind="unsupported", path="")
+        raise empty_path()
     local = _LOCAL_URL.sub("", location)
     if local == location and ("://" in location or "::" in location):
         return _open_url(location, storage_options, writer_threads=writer_threads, timeout_s=timeout_s)

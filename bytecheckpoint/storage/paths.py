@@ -34,10 +34,17 @@ def path_text(path: object) -> str:
     return text
 
 
+def empty_path() -> StorageError:
+    """Makes the error for an empty path."""
+    return StorageError("the path is empty; give a folder or a URL", kind="unsupported", path="")
+
+
 def utf8_path(path: str) -> str:
-    """Returns the path unchanged. Raises StorageError (unsupported) if the path, made absolute, is not UTF-8: ranks
-    exchange it as text.
+    """Returns the path unchanged. Raises StorageError (unsupported) for an empty path, and for one that, made absolute,
+    is not UTF-8: ranks exchange it as text.
     """
+    if not path:
+        raise empty_path()
     whole = path if "://" in path else os.path.abspath(path)  # noqa: PTH100 - text
     if not is_utf8(whole):
         raise StorageError(
