@@ -87,6 +87,26 @@ def test_a_path_that_is_not_utf8_is_refused_before_anything_is_written(
     bcp.load(tmp_path / "link" / "saved", state())
 
 
+def test_a_role_that_is_not_utf8_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    role = os.fsdecode(b"caf\xe9")
+    calls = [partial(bcp.save, role=role), partial(bcp.load, role=role)]
+    calls.append(lambda path, _: bcp.CheckpointManager(path, role=role))
+    for call in calls:
+        with pytest.raises(bcp.StorageError, match=r"caf\\udce9.*are not UTF-8") as error:
+            call(tmp_path, state())
+        assert error.value.kind == "unsupported"
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_role_under_an_empty_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for call in (partial(bcp.save, "", state()), partial(bcp.load, "", state()), partial(bcp.CheckpointManager, "")):
+        with pytest.raises(bcp.StorageError, match="the path is empty") as error:
+            call(role="actor")
+        assert error.value.kind == "unsupported"
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_file_of_another_program_whose_name_is_not_utf8_is_refused_or_named(tmp_path: Path) -> None:
     folder, odd = os.fsencode(tmp_path), b"/caf\xe9.bin"
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")

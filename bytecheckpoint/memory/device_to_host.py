@@ -101,7 +101,7 @@ def streams_of(device: torch.device) -> DeviceStreams:
 
 
 class DeviceCopies:
-    """Copies of the tensors as the stream of each device had left them at its event in `ready`."""
+    """Copies of tensors to the host, each made after the event in `ready` of the tensor's device."""
 
     def __init__(
         self, copies: Iterable[tuple[Mapping[int, torch.Tensor], memoryview]], ready: Mapping[torch.device, CopyEvent]
@@ -133,7 +133,7 @@ class DeviceCopies:
 
 
 class DeviceRanges:
-    """Ranges of files whose tensors are on devices, as the stream of each had left them at its event in `ready`."""
+    """Ranges of files whose tensors are on devices, each copied after the event in `ready` of the tensor's device."""
 
     def __init__(self, files: Iterable[Mapping[int, torch.Tensor]], ready: Mapping[torch.device, CopyEvent]) -> None:
         """`files` are the tensors of each file by byte offset."""
@@ -174,7 +174,7 @@ def mark_streams(devices: Iterable[torch.device]) -> dict[torch.device, CopyEven
 
 @contextmanager
 def reading_after(ready: Mapping[torch.device, CopyEvent]) -> Iterator[None]:
-    """Within the context, what this thread reads on these devices is as it was at the event of each device."""
+    """Within the context, work of this thread on each of these devices runs after its event, on the copy stream."""
     with ExitStack() as streams:
         for device, event in ready.items():
             streams.enter_context(streams_of(device).reading_after(event))

@@ -101,8 +101,8 @@ class CopyStreams:
         *,
         without_streams: Collection[torch.device] = (),
     ) -> None:
-        """Must be made on the thread whose streams use the tensors. `without_streams` are other devices of the load, on
-        which copies and the caller's work are kept apart by waiting.
+        """Must be made on the thread whose streams use the tensors. `without_streams` are other devices of the load:
+        waits for the work on them now, and again when the context is left.
         """
         self._without_streams = without_streams
         finish_work(without_streams)
@@ -122,12 +122,14 @@ class CopyStreams:
                 closing.callback(stream.close)
 
     def wait_for_callers(self) -> None:
-        """Waits for work that callers queued before this load: copies that are not ordered by a stream need this."""
+        """Waits for the work that was queued before this load, and for its copies so far: reads that no stream orders
+        need this.
+        """
         for stream in self._streams.values():
             stream.mark().synchronize()
 
     def to(self, tensor: torch.Tensor) -> CopyStream | None:
-        """Returns the stream into the memory of this tensor; None if torch copies there at once."""
+        """Returns the stream for copies into this tensor; None if its device has none, and torch copies at once."""
         return self._streams.get(tensor.device) if self._streams else None
 
     def block_bytes(self, byte_length: int) -> int:

@@ -26,7 +26,9 @@ comparing them would take too much memory.
 
 
 class Overlaps(NamedTuple):
-    """Pairs of shards, by their numbers; the first of a pair can be filled, and is the second of no pair."""
+    """Pairs of numbers of shards. Shards that share no memory are chosen to be filled; each other one is the second of
+    one pair, whose first was chosen.
+    """
 
     within: list[tuple[int, int]]
     """The second has only bytes of the first, with the same dtype: it is tied to it, or a view of a part."""
@@ -35,8 +37,8 @@ class Overlaps(NamedTuple):
 
 
 def find_overlaps(shards: Sequence[LocalShard]) -> Overlaps:
-    """Returns a pair for each shard that shares memory with one that can be filled. Where tensors that may overlap have
-    more than _MAX_RUNS runs, finds only equal ones. Costs little if no memory is shared.
+    """Chooses shards that share no memory, larger ones first, and returns a pair for each of the others. Where tensors
+    that may overlap have more than _MAX_RUNS runs, finds only equal ones. Costs little if no memory is shared.
     """
     overlaps = Overlaps([], [])
     targets = TargetShards.of(shards)

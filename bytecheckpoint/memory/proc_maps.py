@@ -12,7 +12,7 @@ _READ_ONLY = re.compile(r"^(\w+)-(\w+) .-", re.MULTILINE)
 
 
 def are_read_only(addresses: np.ndarray) -> np.ndarray:
-    """Returns for each address True if it is known to be read-only; False for all without /proc."""
+    """Returns for each address True if its memory is known not to be writable; False for all without /proc."""
     maps = ""
     with suppress(OSError):
         maps = Path("/proc/self/maps").read_text(encoding="ascii", errors="replace")

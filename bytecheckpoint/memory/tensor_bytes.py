@@ -14,12 +14,12 @@ SAME_SIZE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.i
 
 
 def view_region(shard: LocalShard, region: Region) -> torch.Tensor:
-    """Returns the part of a shard's memory that is this region, given in global coordinates."""
+    """Returns a view of this region of a shard's tensor, given in global coordinates."""
     return narrowed(shard.tensor, relative(region, shard.region))
 
 
 def narrowed(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """Returns the part of a tensor that is this region of it."""
+    """Returns a view of this region of a tensor, given in the tensor's own coordinates."""
     for dim, (offset, length) in enumerate(zip(*region, strict=True)):
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, length)
@@ -46,8 +46,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor as integers of its item size: not every dtype can be copied, and integers keep NaN payloads. A
-    dtype of 16 bytes stays as it is.
+    """Returns the tensor's memory as integers of its item size: not every dtype can be copied, and integers keep NaN
+    payloads. A dtype of 16 bytes stays as it is. Only a tensor with a conjugate or negative bit is copied.
     """
     tensor = tensor.resolve_conj().resolve_neg()
     integers = SAME_SIZE_INTEGERS.get(tensor.element_size())

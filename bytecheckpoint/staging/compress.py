@@ -100,9 +100,8 @@ def compress_file(
     on_checksum: Callable[[float], None],
 ) -> CompressedFile:
     """Compresses a file that was planned with codecs into this memory, which must not change until the file is written.
-    `contents` are its planned blocks with their content.
-    The next block is prefetched only while `second_block` is free. Calls `on_compressed` and `on_checksum`, on any
-    thread, with the seconds that each took.
+    `contents` are its planned blocks with their content: the next one is prefetched only while `second_block` is free.
+    Calls `on_compressed` and `on_checksum`, on any thread, with the seconds that each frame and its checksum took.
 
     Raises the errors of the blocks.
     """
@@ -144,7 +143,9 @@ class _Blocks:
         self._is_entered = False
 
     def enter_ahead(self) -> None:
-        """Prefetches the next block, which may wait for memory, unless another save does so; on any thread."""
+        """Prefetches the next block, if any, on any thread: this may wait for memory. Does nothing while another save
+        prefetches one.
+        """
         if self._second_block.acquire(blocking=False):
             try:
                 self._enter()
@@ -157,7 +158,7 @@ class _Blocks:
         self._is_entered = True
 
     def take(self) -> memoryview | None:
-        """Returns the next block, or None after the last; the one in use before is returned to the pool."""
+        """Gives back the block in use, and returns the bytes of the next one; None after the last."""
         self._in_use.close()
         if not self._is_entered:
             self._enter()
@@ -235,8 +236,8 @@ class _CompressedChunk:
 def _frames_in(
     frames: Iterator[tuple[_CompressedChunk, int]], memory: memoryview
 ) -> Iterator[tuple[_CompressedChunk, int, memoryview]]:
-    """Takes the frames of a block from `frames`, which goes on with the next block's; a frame is a chunk and the
-    frame's number in it. Yields each with its raw bytes.
+    """Takes from `frames` as many as this block has, each a chunk and a frame's number in it. Yields each with its raw
+    bytes.
     """
     start = 0
     while start < memory.nbytes:

@@ -37,11 +37,11 @@ class CopySlots:
         """Ids of the saves of which another host could not hold all copies."""
 
     def begin_save(self) -> None:
-        """Forgets the slots that an earlier save took, and those that somebody has deleted."""
+        """Lets `take` choose slots for a new save, and forgets those that somebody has deleted."""
         self._taken, self._slots = {}, slot_file.without_lost(self._slots)
 
     def take(self, owner: int, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
-        """Returns memory for a copy of the image of rank `owner`; without room for one, that of a copy of an earlier
+        """Returns memory for a copy of the image of rank `owner`; without room for one, overwrites a copy of an earlier
         save of which other hosts may lack copies. Called again for the same save, returns the same memory with its
         content.
 
@@ -60,12 +60,12 @@ class CopySlots:
     def mark_whole(
         self, owner: int, save_id: str, step: int, lengths: Sequence[int], *, numbers: Sequence[int] = ()
     ) -> None:
-        """Marks a copy as whole. `numbers` are in the names of its files; empty for all files of the owner."""
+        """Marks a copy as whole. `numbers` are those in the names of its files; empty if it has all of the owner's."""
         self._taken[owner].mark_whole(save_id, step, owner, lengths, files=[(owner, number) for number in numbers])
 
     def doubt(self, save_id: str) -> None:
-        """Keeps the copies of this save beside those that are needed: other hosts may go on from it. Those of earlier
-        saves that are incomplete on other hosts are no longer needed.
+        """Counts this save, if this process holds copies of it, among the needed ones, because other hosts may go on
+        from it. Earlier saves that are incomplete on other hosts are no longer needed.
         """
         if self._taken:
             others = (each for each in self._needed_saves() if each not in self._incomplete)
@@ -78,8 +78,8 @@ class CopySlots:
         self._incomplete.add(save_id)
 
     def settle(self, save_id: str) -> None:
-        """Keeps the copies of this save, all of which are whole, and up to as many spare slots. Unlinks other slots
-        of this process, and slots of other saves that no process holds.
+        """Keeps the copies of this save, all of which are whole, and up to as many spare slots. Unlinks all other slots
+        of this process, and the slots of other saves that no process holds.
         """
         if not os.path.isdir(self._folder):  # noqa: PTH112
             return

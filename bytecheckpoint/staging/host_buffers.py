@@ -27,7 +27,9 @@ class HostBuffers:
 
 
 class StagingMemory:
-    """One buffer, as large as the largest of the last saves. Only one save may use it at a time."""
+    """One buffer, which grows at once, and shrinks at the fourth save in a row that needs less than half of it. Only
+    one save may use it at a time.
+    """
 
     def __init__(self) -> None:
         self._mapping: HostMapping | None = None

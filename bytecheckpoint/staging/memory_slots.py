@@ -114,8 +114,8 @@ class JobMemory:
         }
 
     def mark_whole(self, save_id: str, step: int, rank: int, files: Sequence[tuple[int, int]]) -> None:
-        """Marks the image as whole, with these ranks and numbers in the names of its files. A later call gives those
-        that are not valid after all the rank -1.
+        """Marks the image as whole, with these ranks and numbers in the names of its files. May be called again, with
+        the rank -1 for files that are not valid after all.
         """
         if self._filling is None:
             raise RuntimeError("a slot is taken before it is filled")
@@ -123,8 +123,8 @@ class JobMemory:
         self._filling.mark_whole(save_id, step, rank, self._lengths, files=self._files)
 
     def doubt(self, save_id: str) -> None:
-        """Keeps the slots of this save as well, which is whole on all ranks: others may learn that it is complete while
-        this rank does not. Forgets doubted saves before it that have failed.
+        """Counts this save, which is whole on all ranks, among the needed ones: others may learn that it is complete
+        while this rank does not. Removes the manifests of earlier doubted saves that failed, and needs them no more.
         """
         self._settled = {*self._without_failed(), save_id}
         self._doubted = save_id
@@ -136,9 +136,9 @@ class JobMemory:
         self._failed |= {self._doubted} - {""}
 
     def settle(self, save_id: str, *, is_protected: bool = False) -> None:
-        """Keeps the slots of this save, which is complete on all hosts, or from which all ranks have resumed; unless
-        `is_protected`, also those of the `protected_save`. `is_protected` is True if this save survives the loss of a
-        host, or none can. Unlinks other slots of this process beyond two in all, or three where it keeps two saves.
+        """Makes this save, which is complete on all hosts, or from which all ranks have resumed, the needed one; unless
+        `is_protected`, beside the `protected_save`. `is_protected` is True if this save survives the loss of a host, or
+        none can. Unlinks unneeded slots of this process beyond two slots in all, or three if two saves have slots.
         """
         # First: if anything here fails, the save is complete all the same.
         self._newest, self._doubted, self._failed = save_id, "", set()
@@ -151,8 +151,8 @@ class JobMemory:
             slot.remove()
 
     def keep_copies_of(self, save_id: str) -> None:
-        """Gives up what this process holds for other hosts, except of this save, which is complete. An OSError is
-        logged: it costs no checkpoint.
+        """Settles copies and parity for other hosts on this save, which is complete, as `CopySlots.settle` does. An
+        OSError is logged: it costs no checkpoint.
         """
         try:
             self.copies.settle(save_id)
@@ -170,7 +170,7 @@ class JobMemory:
                     slot.remove()
 
     def note_seen(self, generation: int, number: int) -> None:
-        """Notes the highest generation and number that any rank knows."""
+        """Notes a generation and a number that some rank knows, each if it is higher than the one noted before."""
         self._generation, self._number = max(self._generation, generation), max(self._number, number)
 
     def note_complete(self, record: VersionRecord) -> None:
@@ -186,7 +186,7 @@ class JobMemory:
         self.opens_generation = self._is_left = True
 
     def warn_once(self, message: str, *, is_reporter: bool) -> None:
-        """Issues a warning once in the process, on the rank that reports it."""
+        """Issues a warning if `is_reporter`, and only the first time for each message."""
         if is_reporter and message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=2)
@@ -228,7 +228,7 @@ class JobMemory:
         return [process for process in self.job.living() if process.saves and process.name != own]
 
     def look_at(self, store: Store) -> None:
-        """Reads, once, the steps of the store and the generation of the newest; logs a failure, and has none then."""
+        """Reads, once, the store's steps for `check_step`, and the generation of the newest for `seen`. Logs errors."""
         if self._present is not None:
             return
         self._present = set()
@@ -244,8 +244,8 @@ class JobMemory:
             logger.warning("memory checkpoints go on without a look at %s: %s", store, error.message)
 
     def check_step(self, store: Store, step: int, path: str) -> None:
-        """Raises CheckpointExistsError if the step is committed at the path. The coordinator lists a remote store once,
-        and knows what this process has committed since: a store that is slow or away does not delay memory.
+        """Raises CheckpointExistsError if the step is committed at the path. A remote store, which may be slow or away,
+        is asked only for a step that `look_at` has found or this process has committed since.
         """
         self.look_at(store)
         may_exist = not is_remote(store) or step in (self._present or ())
@@ -325,8 +325,8 @@ class JobMemory:
         return slot
 
     def _add_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
-        """Takes the slot that fits best of those that no process holds, or makes one if there is none. Registers this
-        process. Raises CheckpointSaveError (no_space) if a new slot, and those that are to follow, have no room.
+        """Takes the best-fitting slot that no process holds and no save needs, or makes one. Registers this process.
+        Raises CheckpointSaveError (no_space) if a new slot, and those that are to follow, have no room.
         """
         self.register()
         with self.job.locked():

@@ -77,14 +77,14 @@ class RootHistory:
 
 
 class ReuseHistory:
-    """The histories of the roots to which a process has saved last."""
+    """The histories of the last 64 roots to which a process has saved."""
 
     def __init__(self) -> None:
         self._roots: dict[str, RootHistory] = {}
         self._lock = threading.Lock()
 
     def of_root(self, location: str) -> RootHistory:
-        """Returns the history of a root, an empty one if it is not among the last ones, and keeps it as the last."""
+        """Returns the history of a root, a new one if there is none, and notes the root as the last one saved to."""
         with self._lock:
             history = self._roots[location] = self._roots.pop(location, RootHistory())
             while len(self._roots) > _MAX_ROOTS:

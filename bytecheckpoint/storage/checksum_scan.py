@@ -114,7 +114,7 @@ def scan(
     threads: int,
     on_done: Callable[[ScanRange, Sequence[ScanFault]], None],
 ) -> None:
-    """Reads and compares all ranges. `names` are the names of the files in the store, by index.
+    """Reads all ranges and compares them with their digests. `names` are the files' names in the store, by index.
 
     `on_done` gets each range with its faults, from any thread, one call at a time. A range that the store cannot read
     has one fault of its whole length; ranges of that file that are not begun by then are skipped, without a call of

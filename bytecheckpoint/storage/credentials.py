@@ -42,7 +42,9 @@ def shown_path(path: object) -> str:
 
 
 def showable_url(url: str) -> str:
-    """Returns the URL without user, password and query string."""
+    """Returns the URL without user, password and query string. A local path stays unchanged."""
+    if ":/" not in url and "::" not in url:
+        return url
     return _USER.sub(lambda found: found[0] if _is_container(found) else found["before"], _QUERY.sub("", url))
 
 

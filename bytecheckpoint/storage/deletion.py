@@ -29,9 +29,9 @@ _MAX_FAILURES = 2
 
 
 def files_of_checkpoint(store: Store, folder: str) -> list[str]:
-    """Returns the names, inside its folder, of a manager's records about a committed checkpoint and of the files that
-    its save has written, without the manifest. Raises no CheckpointError: the list is empty if the manifest or a
-    listing cannot be read.
+    """Returns the names, inside its folder, of the files that the save of a committed checkpoint has written, and of a
+    manager's records about that save, without the manifest. Raises no CheckpointError: the list is empty if the
+    manifest or a listing cannot be read.
     """
     with suppress(CheckpointError):
         manifest = read_manifest(store, folder)
@@ -59,7 +59,7 @@ def side_objects(store: Store, folder: str) -> list[str]:
 
 
 def save_id_of_record(name: str) -> str:
-    """Returns the save id of a manager's record or report; empty for a file of others."""
+    """Returns the save id in the file name of a manager's record or report; empty for any other name."""
     save_id, _, extra = name.removesuffix(".json").partition("-")
     is_own = name.endswith(".json") and len(save_id) == 16 and len(extra) in {0, 8}
     return save_id if is_own and not set(save_id + extra) - set("0123456789abcdef") else ""
@@ -69,8 +69,8 @@ def delete_checkpoint(store: Store, folder: str) -> None:
     """Deletes the committed checkpoint in a folder: its manifest, then the files that its save has written, and the
     pin, records and leases that a manager has put beside it.
 
-    Raises like `read_manifest`, `Store.list` and `Store.delete`, and then deletes none of those files. A file that
-    cannot be deleted after the manifest is garbage, and no error is raised.
+    Raises like `read_manifest`, `Store.list` and `Store.delete` before or while it deletes the manifest, and then
+    deletes nothing else. A file that cannot be deleted after it is garbage, and logged instead of raised.
     """
     names = [*written_files(store, folder, read_manifest(store, folder)), *side_objects(store, folder)]
     if PIN_NAME in store.list(folder):
@@ -83,7 +83,7 @@ def discard(store: Store, folder: str, names: Sequence[str]) -> None:
     """Deletes files that no manifest points to, many with one request where the store can. A file that cannot be
     deleted is garbage: one warning gives the number of these files and the first error, which is not raised.
 
-    Deletion ends when the store has failed twice in a row, because other ranks may wait for this one.
+    No deletion begins once the store has failed twice in a row, because other ranks may wait for this one.
     """
     if isinstance(store, SupportsDeleteMany):
         with suppress(CheckpointError):  # then one by one, which shows the files that cannot be deleted

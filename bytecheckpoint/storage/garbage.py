@@ -78,7 +78,7 @@ class Leftover:
         self.newest_s = None if self.has_unknown_age else max(known)
 
     def is_dead(self, *, now_s: float, min_age_s: float) -> bool:
-        """Returns True if nothing of it has changed for `min_age_s`; False if that is unknown."""
+        """Returns True if none of these objects and uploads has changed for `min_age_s`; False if that is unknown."""
         return self.newest_s is not None and now_s - self.newest_s >= min_age_s
 
 
@@ -98,8 +98,8 @@ def find_leftovers(store: Store, folder: str) -> Garbage:
     """Returns the files below a folder that saves have made and no committed checkpoint needs. Those of saves that
     still run are among them: use `Leftover.is_dead` before you remove any.
 
-    If unfinished uploads cannot be listed, they are left out; other failures raise StorageError. The files of a single
-    save beside a committed manifest count as needed.
+    Unfinished uploads that may not be listed, and folders whose manifest cannot be read, are left out, and the result
+    says so; other failures raise StorageError. The files of a single save beside a committed manifest count as needed.
     """
     objects = list(inventory_of(store, folder))
     by_folder: dict[str, dict[str, Leftover]] = {}
@@ -219,8 +219,8 @@ def remove(store: Store, leftover: Leftover) -> int:
 
 
 def delete_damaged(store: Store, folder: str, *, now_s: float) -> tuple[list[Leftover], list[Leftover]]:
-    """Deletes a checkpoint whose manifest cannot be read: pin and leases, the manifest, then what dead saves have left
-    in its folder. Nothing tells which files were its own, so those of a save that may still run stay.
+    """Deletes a checkpoint whose manifest cannot be read: pin, records and leases, the manifest, then what dead saves
+    have left in its folder. Nothing tells which files were its own, so those of a save that may still run stay.
 
     Returns what was deleted, and what stays, for `bcp gc`. Raises CheckpointExistsError (exists), and deletes nothing,
     if the manifest can be read now, and what the store raises.
@@ -262,8 +262,8 @@ def sweep(store: Store, folder: str, save_id: str) -> None:
 
 
 def _dead_in(store: Store, folder: str, save_id: str) -> list[Leftover]:
-    """Returns the garbage of dead saves in a folder. The newest file of `save_id` says what time it is; without a time
-    of its files, returns none.
+    """Returns the garbage of dead saves in a folder. The time of the newest data file of `save_id` is taken as now. If
+    the store gives none, returns an empty list.
     """
     objects = list(inventory_of(store, folder))
     own = join_name(folder, layout.DATA_FOLDER, f"{save_id}-")

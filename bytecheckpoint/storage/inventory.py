@@ -183,8 +183,8 @@ def _beside_error(path: str, other: str) -> CheckpointExistsError:
 
 
 def refuse_beginning_anew(store: Store) -> None:
-    """Raises CheckpointMismatchError (conflict) if the root is a checkpoint or has steps, beside which training would
-    begin anew. The caller knows that there is no step to go on from.
+    """Raises CheckpointMismatchError (conflict) if the root is a checkpoint or has committed steps. The caller has
+    found all of these abandoned: training must not begin anew beside them.
     """
     found, advice = "", ""
     if steps := list(layout.newest_steps(store)):

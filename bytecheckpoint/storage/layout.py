@@ -69,7 +69,7 @@ def root_of(path: str | os.PathLike[str], role: object) -> str:
     if not isinstance(role, str) or not role or role in {".", ".."} or set(role) & set("/\\:\0"):
         what = f"a role is the name of a folder, without slashes or colons, not {role!r:.100}; nothing was changed"
         raise CheckpointMismatchError(what, kind="conflict")
-    return join_name(root, role)
+    return utf8_path(join_name(root, role))
 
 
 def checked_step(step: object) -> int | None:
@@ -328,7 +328,7 @@ def _lengths(store: Store, folder: str, names: Sequence[str]) -> list[int | None
 
 
 def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None:
-    """Creates the (encoded) manifest, with `replace` in place of an older one: from here on the checkpoint exists.
+    """Writes the encoded manifest, with `replace` in place of an older one: from then on the checkpoint exists.
 
     If the store replaces without a condition, the manifest is read back after it was replaced. So when this returns,
     the committed manifest is this one, and the data of the replaced checkpoint may be deleted.
@@ -380,7 +380,7 @@ def data_files_of(store: Store, folder: str, save_id: str) -> list[str]:
 
 
 def telemetry_of(store: Store, folder: str, save_id: str) -> list[str]:
-    """Returns the names, inside a checkpoint's folder, of the telemetry of a save so far."""
+    """Returns the names, inside a checkpoint's folder, of the telemetry that a save has written so far."""
     return _files_of(store, folder, TELEMETRY_FOLDER, save_id)
 
 

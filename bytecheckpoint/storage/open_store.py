@@ -10,12 +10,12 @@ from bytecheckpoint.errors import CheckpointMismatchError, StorageError
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.paths import join_name, path_text
+from bytecheckpoint.storage.paths import empty_path, join_name, path_text
 from bytecheckpoint.storage.store import Store, full_location
 
 _SCHEME = re.compile(r"\A[A-Za-z][A-Za-z0-9+.-]*://")
 """Capitals in it mean the same, as in all URLs."""
-_LOCAL_URL = re.compile(r"\A(?:file|local)://")
+_LOCAL_URL = re.compile(r"\A(?i:file|local)://")
 _S3_URL = re.compile(r"\As3a?://[^/?#@:]+(?:/[^?]*)?\Z")
 """URLs without features of s3fs alone: names of access points, versions, chains of URLs."""
 _S3_QUERY = re.compile(r"\As3a?://[^?]*\?")
@@ -41,7 +41,7 @@ def open_store(
     """
     location = _SCHEME.sub(lambda scheme: scheme[0].lower(), expand_home(path_text(path)))
     if not location:
-        raise StorageError("the path is empty; give a folder or a URL", kind="unsupported", path="")
+        raise empty_path()
     local = _LOCAL_URL.sub("", location)
     if local == location and ("://" in location or "::" in location):
         return _open_url(location, storage_options, writer_threads=writer_threads, timeout_s=timeout_s)
@@ -69,19 +69,17 @@ def expand_home(path: str) -> str:
 
 
 def absolute_path(path: str) -> str:
-    """Returns the absolute path of a local one, which stays the same place when the working directory changes; a URL
-    of another store stays unchanged.
-    """
+    """Returns the absolute path for a local path or URL, and any other URL unchanged."""
     return os.path.abspath(_LOCAL_URL.sub("", expand_home(path))) if is_local(path) else path  # noqa: PTH100 - text
 
 
 def is_local(path: str) -> bool:
-    """Returns True for a path, or a file:// or local:// URL: these take no storage options."""
+    """Returns True for a path that is not empty, and a file:// or local:// URL: these take no storage options."""
     return bool(_LOCAL_URL.match(path)) or is_plain_path(path)
 
 
 def is_plain_path(path: str) -> bool:
-    """Returns True for a path, and False for a URL, also for one that lost a slash: a URL may hold credentials, which
+    """Returns False for an empty text and for a URL, also for one that lost a slash: a URL may hold credentials, which
     must not be taken for parts of a path.
     """
     return bool(path) and "://" not in path and "::" not in path and not _is_collapsed_url(path)

@@ -16,7 +16,7 @@ _MAX_SUFFIX_BYTES = 200
 
 
 def temporary_name(last: str) -> str:
-    """Returns a new temporary name for an object; `last` is the last part of the object's name."""
+    """Returns a random temporary name in place of `last`, the last part of an object's name."""
     suffix = last.encode("utf-8", "ignore")[:_MAX_SUFFIX_BYTES].decode("utf-8", "ignore")
     return f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-{suffix}"
 
@@ -34,10 +34,17 @@ def path_text(path: object) -> str:
     return text
 
 
+def empty_path() -> StorageError:
+    """Makes the error for an empty path."""
+    return StorageError("the path is empty; give a folder or a URL", kind="unsupported", path="")
+
+
 def utf8_path(path: str) -> str:
-    """Returns a path, which ranks tell each other as text. Raises StorageError (unsupported) for one that is not UTF-8,
-    as it stands or below the working directory.
+    """Returns the path unchanged. Raises StorageError (unsupported) for an empty path, and for one that, made absolute,
+    is not UTF-8: ranks exchange it as text.
     """
+    if not path:
+        raise empty_path()
     whole = path if "://" in path else os.path.abspath(path)  # noqa: PTH100 - text
     if not is_utf8(whole):
         raise StorageError(
@@ -60,8 +67,8 @@ def escaped(text: str) -> str:
 
 
 def join_name(*parts: str) -> str:
-    """Joins the parts with a slash between them, unless the one before ends with one; empty parts vanish. Slashes in
-    parts stay.
+    """Joins the parts that are not empty with slashes, without a second one after a part that ends in one.
+    Slashes in parts stay.
     """
     joined = ""
     for part in parts:
@@ -81,8 +88,8 @@ def check_name(name: str) -> str:
 
 
 def check_file_name(path: str, name: str) -> None:
-    """Raises UnsafeCheckpointError (path_escape) for a file name that `check_name` refuses, such as one with ':' or a
-    backslash, or one that is not UTF-8, which no manifest holds. `path` is that of the file, for the message.
+    """Raises UnsafeCheckpointError (path_escape) for a file name that is not UTF-8, which no manifest holds, or that
+    `check_name` refuses, such as one with ':' or a backslash. `path` is that of the file, for the message.
     """
     if UNSAFE_NAME.search(name) or not is_utf8(name):
         raise unreadable_name(path)

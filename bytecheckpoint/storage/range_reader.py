@@ -58,8 +58,8 @@ def _new_block(num_bytes: int) -> memoryview:
 
 
 def max_bytes_at_once(store: Store, *, scratch_bytes: int, threads: int) -> int:
-    """Returns how long fetches may be, in bytes, if the scratch memory is to have room for one of each thread, with the
-    copies of it that the store makes.
+    """Returns the greatest length of a fetch, in bytes, with which the scratch memory has room for one fetch per thread
+    and for the copies that the store makes.
     """
     # Memory of the store's own counts: one such fetch per thread, one of which may be there twice while a client
     # library puts together the pieces in which it came, and a buffer that they are copied to in turn.
@@ -78,9 +78,9 @@ def run_fetches(
     memory: FetchMemory,
     on_failure: Callable[[], None] = lambda: None,
 ) -> None:
-    """Carries out all fetches from these files of a folder. When one fails, those not begun are dropped, and once all
-    others have ended, the error that `_raising_first` chooses is raised. `on_failure` is called at once for each fetch
-    that fails, and has to end waits inside the targets of other fetches.
+    """Carries out all fetches from these files of a folder. When one fails, those not begun are dropped. Once the begun
+    ones have ended, raises the first CheckpointCorruptError in the order of the fetches, else the first error in time.
+    `on_failure` is called at once for each fetch that fails, and has to end waits inside the targets of other fetches.
 
     Fetches that go through scratch memory wait for one another if `scratch_bytes` do not suffice for one per thread.
     If they do not even suffice for the longest fetch and two copies of the longest frame when decompressed, these are
@@ -146,8 +146,9 @@ def run_fetches(
 
 @contextmanager
 def _raising_first(errors: dict[int, BaseException]) -> Iterator[None]:
-    """Surrounds fetches whose errors it gets. Raises the first about damage in the order of the fetches: threads find
-    it in any order. Else raises the first in the order of time, which may have caused the others.
+    """Surrounds the run that adds to `errors`, and clears them at its end. If it fails, raises the first error about
+    damage in the order of the fetches, so that threads do not decide which; else the first in time, which may have
+    caused the others.
     """
     try:
         yield
@@ -183,8 +184,8 @@ _Fill = Callable[[memoryview, FillHook | None], None]
 def _read(
     fill: _Fill, name: str, fetch: Fetch, target: AbstractContextManager[memoryview], extents: _FileExtents | None
 ) -> None:
-    """Fills the target of a fetch, compares its bytes with the checksums, and calls `fetch.place`. Raises
-    CheckpointCorruptError (checksum) after the target was filled.
+    """Fills the target of a fetch, compares its bytes with the checksums, and calls `fetch.place`. For damaged bytes,
+    raises CheckpointCorruptError (checksum) instead of that call.
     """
     check = _Check(extents, name, fetch)
     with target as buffer:
@@ -261,7 +262,7 @@ class _Check:
         self._damage: CheckpointCorruptError | None = None
 
     def add_all(self, contents: Sequence[memoryview]) -> None:
-        """Takes the bytes that follow, in pieces."""
+        """Does what `add` does with each piece of the bytes that follow, but faster."""
         if self._extents is None:
             return
         first, ends = 0, [*accumulate(map(len, contents), initial=self.num_bytes)][1:]
@@ -276,7 +277,7 @@ class _Check:
             first = last + 1
 
     def add(self, content: memoryview) -> None:
-        """Takes the bytes that follow those of the call before."""
+        """Hashes the bytes that follow those of the call before, and compares the extents that end in them."""
         position, end = self.num_bytes, self.num_bytes + len(content)
         self.num_bytes = end
         if self._start < position and end < self._end:  # the usual case if there are many pieces
@@ -310,6 +311,6 @@ class _Check:
             )
 
     def raise_damage(self) -> None:
-        """Raises the error about damage, if any. Called after the read, when all of the target has been overwritten."""
+        """Raises the error about the first damage found, if any. Called once the whole target is overwritten."""
         if self._damage is not None:
             raise self._damage

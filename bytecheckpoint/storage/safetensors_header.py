@@ -110,7 +110,7 @@ def chunk_name(fqn: str, shape: Sequence[int], region: Region) -> str:
 def chunk_entry(
     fqn: str, dtype: str, shape: Sequence[int], *, region: Region, byte_length: int, codec: str
 ) -> HeaderEntry:
-    """Returns the entry of a chunk that takes `byte_length` in its file. A compressed one is described as uint8."""
+    """Returns the entry of a chunk of `byte_length` in its file. A compressed one is described as uint8."""
     name = chunk_name(fqn, shape, region)
     if codec == "none":
         return HeaderEntry(name, dtype, region.lengths, byte_length)
@@ -118,7 +118,8 @@ def chunk_entry(
 
 
 def encode_header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
-    """Returns the start of a data file whose chunks follow one another in this order, padded to HEADER_ALIGNMENT.
+    """Returns the bytes before the first chunk of a data file, padded to HEADER_ALIGNMENT. The chunks follow in the
+    order of the entries.
 
     A name that is taken (an FQN may look like the name of another one's chunk) gets underscores appended. A dtype that
     older readers would refuse is described as integers. Raises ValueError for an entry whose length is not that of its
@@ -153,7 +154,7 @@ def _describe(dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
 
 
 def _pad(text: bytes) -> bytes:
-    """Returns a header, padded, after its length. Raises UnsafeCheckpointError if readers would refuse its length."""
+    """Returns the header's padded length, then the padded header. Raises UnsafeCheckpointError if that is too long."""
     num_bytes = -(-(_LENGTH.size + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT - _LENGTH.size
     if num_bytes > MAX_HEADER_BYTES:
         raise UnsafeCheckpointError(
@@ -238,8 +239,8 @@ def decode_header(data: bytes | bytearray) -> SafetensorsHeader:
 
 
 def _num_repeated(text: bytes, num_tensors: int, metadata: Mapping[str, str] | None) -> int:
-    """Returns the number of names, at any depth, that stand more than once in the same JSON object: a decoder returns
-    the last of each. `num_tensors` and `metadata` are what it has returned.
+    """Returns how many names, at any depth, repeat another name of the same JSON object: a decoder returns only the
+    last. `num_tensors` and `metadata` are of what the decoder has returned.
     """
     # A cheap check: without escapes, a tensor has these strings: its name, three keys, its dtype.
     num_strings = 5 * num_tensors + (0 if metadata is None else 1 + 2 * len(metadata))

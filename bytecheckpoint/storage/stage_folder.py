@@ -109,7 +109,7 @@ class StagedFolder:
         self.store.write(name, one_block(content), replace=True)
 
     def remove(self) -> None:
-        """Removes the folder, as far as possible, and releases the lock."""
+        """Removes as much of the folder as can be removed, without an error, and releases the lock."""
         # The journal goes first: without one, the rest of an interrupted removal is known to be worthless.
         for name in (JOURNAL_NAME, PENDING_NAME):
             with suppress(OSError):
@@ -139,7 +139,7 @@ class FoundStage(NamedTuple):
 
 
 def prepare(root: str) -> None:
-    """Makes the stage's folder. Raises StorageError or CheckpointSaveError if it cannot be written to."""
+    """Makes the stage's folder, if it is missing. Raises StorageError or CheckpointSaveError if it is not writable."""
     try:
         make_folders(os.path.abspath(root))
         probe = os.path.join(root, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
@@ -283,23 +283,23 @@ def _read(store: Store, name: str) -> bytes | None:
 
 
 def root_object(store: Store, name: str, content: bytes) -> RootObject:
-    """Returns an object of the root that is to get this content, with what it has now. Raises the errors of
-    `read_whole`.
+    """Returns the record of an object that is to get this content. `before` is its content now. Raises like
+    `read_whole`, but not for a missing object.
     """
     return RootObject(name, _read(store, name), content)
 
 
-def write_root_objects(root: Store, folder: str, objects: Sequence[RootObject]) -> None:
-    """Writes objects of the root that is a folder inside a store, except those that have changed since."""
+def write_root_objects(store: Store, folder: str, objects: Sequence[RootObject]) -> None:
+    """Writes those objects whose content is still their `before`. Their names are inside this folder of the store."""
     for each in objects:
         name = join_name(folder, each.name)
-        if _read(root, name) == each.before:
-            root.write(name, one_block(each.content), replace=True)
+        if _read(store, name) == each.before:
+            store.write(name, one_block(each.content), replace=True)
 
 
 def remove_all(root: str, names: Sequence[str]) -> list[str]:
     """Removes those of the named folders whose lock is free; returns their names, also if a file in one could not be
-    removed.
+    removed. Raises like `take_over`.
     """
     removed = []
     for name in names:

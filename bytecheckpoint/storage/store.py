@@ -218,7 +218,7 @@ def endpoint_of(store: Store) -> str:
 
 
 def full_location(store: Store, folder: str) -> str:
-    """Returns path and endpoint of a folder of a store: equal for the same place only, and fit for messages."""
+    """Returns one text of the path and the endpoint of a folder, fit for messages. Two places never have the same."""
     path, endpoint = join_name(str(store), folder), endpoint_of(store)
     return f"{path} at {endpoint}" if endpoint else path
 
@@ -249,14 +249,14 @@ def list_many(store: Store, folders: Sequence[str]) -> Sequence[Mapping[str, int
 
 
 def listed_lengths(names: Sequence[str], list_folder: Callable[[str], Mapping[str, int | None]]) -> list[int | None]:
-    """Returns the lengths of objects, None for missing ones, by listing the folders that they are in."""
+    """Returns the lengths of objects, None for missing ones, by one call of `list_folder` for each of their folders."""
     listings = {parent: list_folder(parent) for parent in {name.rpartition("/")[0] for name in names}}
     return [listings[parent].get(last) for parent, _, last in (name.rpartition("/") for name in names)]
 
 
 def delete_many(store: Store, names: Sequence[str]) -> None:
-    """Deletes like `SupportsDeleteMany.delete_many`; in a store without that method, by several calls of `delete` at a
-    time.
+    """Deletes like `SupportsDeleteMany.delete_many`; in a store without that method, by calls of `delete` on several
+    threads.
     """
     if isinstance(store, SupportsDeleteMany):
         store.delete_many(names)

@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -30,7 +31,8 @@ class Refuse(NamedTuple):
     """Where it is empty, so is the answer."""
 
 
-class Lose(NamedTuple):
+@dataclass(frozen=True)
+class Lose:
     """The service does what it was asked to do, and the connection breaks before the answer."""
 
 

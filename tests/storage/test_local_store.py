@@ -199,13 +199,10 @@ def test_a_failing_fsync_keeps_what_was_to_be_replaced(store, monkeypatch):
     assert store.list("") == {"m": 3}
 
 
-def test_a_failing_fsync_after_a_replacement_says_that_it_may_be_there(store, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_failing_fsync_after_a_replacement_says_that_it_may_be_there(store, monkeypatch, number):
     put(store, "a/b", b"old")
-
-    def fail(_folder: str) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(local_store_module, "sync_folder", fail)
+    monkeypatch.setattr(local_store_module, "sync_folder", _raising(number))
     with pytest.raises(CheckpointSaveError, match="it may have been published all the same"):
         put(store, "a/b", b"new", replace=True)
     assert get(store, "a/b", 3) == b"new"

@@ -7,7 +7,7 @@ import pytest
 from bytecheckpoint.errors import CheckpointMismatchError, StorageError, UnsafeCheckpointError
 from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
 from bytecheckpoint.storage.backends.local_store import LocalStore
-from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.open_store import absolute_path, is_local, open_store
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import full_location
 
@@ -29,6 +29,12 @@ def test_capitals_in_the_scheme_of_a_url_mean_the_same(tmp_path):
     assert str(_open(f"FILE://{tmp_path}")) == str(tmp_path)
     assert str(_open("Memory://A/b")) == "memory://A/b"
     assert str(_open("S3://Bucket/Key", S3_KEYS)) == "s3://Bucket/Key"
+
+
+def test_a_local_url_with_capitals_in_its_scheme_is_local(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_local("FILE:///ckpt")
+    assert absolute_path("FILE://ckpt") == absolute_path("file://ckpt") == str(tmp_path / "ckpt")
 
 
 @pytest.mark.parametrize("url", ["memory://a/b", "simplecache::memory://a", "memory://"])

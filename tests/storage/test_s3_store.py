@@ -769,6 +769,16 @@ def test_a_copy_in_parts_goes_on_where_an_answer_is_lost(s3, s3_prefix, s3_fault
     assert s3.uploads(s3_prefix) == []
 
 
+@pytest.mark.usefixtures("small_copies", "hasty")
+def test_a_copy_in_parts_that_fails_to_begin_leaves_no_upload_whose_answer_was_lost(s3, s3_prefix, s3_faults, store):
+    put(store, "a", pattern(250_000))
+    begins, refusals = FirstFew("POST .*uploads$", Lose()), always("POST .*uploads$", Refuse(403, "AccessDenied"))
+    s3_faults.choose = lambda line, environ: begins(line, environ) or refusals(line, environ)
+    with pytest.raises(StorageError, match="AccessDenied"):
+        store.duplicate("a", "b", num_bytes=250_000)
+    assert s3.uploads(s3_prefix) == []
+
+
 @pytest.mark.usefixtures("hasty")
 def test_a_copy_whose_answer_has_no_result_is_made_again(s3_faults, store):
     """S3 answers 200 before it copies: that answer alone tells nothing."""

@@ -283,7 +283,7 @@ class FsspecStore:
             )
 
     def inventory(self, folder: str) -> Iterator[StoredObject]:
-        """Implements `HasInventory`, by one listing of everything if the backend can."""
+        """Implements `HasInventory` by fsspec's `find`: one listing of everything, if the backend can do that."""
         root = self._root.strip("/")
         try:
             with self._translated(self._shown, read_error):
@@ -335,7 +335,7 @@ class FsspecStore:
             return False
 
     def _has_sent(self, upload: FsspecUpload) -> bool | None:
-        """Returns True if the object stands there as it was sent, False if another does, None if that is unknown."""
+        """Returns True if the object is there as it was sent, False if another one is; None if neither, or unknown."""
         with suppress(CheckpointError), self._translated(self._shown, read_error):
             return bool(self._info(upload.path)) and upload.is_at(self._fs)
         return None

@@ -49,7 +49,9 @@ _CANNOT_REPLACE = {
 
 
 class BackendContext(Protocol):
-    """Makes the context for calls to the backend. `may_be_done`: a failed call may have succeeded; if so, no error."""
+    """Makes the context for calls to the backend, which translates their errors. With `may_be_done`, it looks after a
+    failed call whether that was carried out, and raises nothing if so.
+    """
 
     def __call__(self, *, may_be_done: bool = False) -> AbstractContextManager[None]: ...
 
@@ -64,8 +66,8 @@ class FsspecUpload:
         self._digest = xxhash.xxh3_128()
 
     def pieces(self, blocks: Sequence[Block]) -> Generator[memoryview, None, None]:
-        """Yields the bytes of the blocks in order, at most _CALL_BYTES at a time. A piece is valid until the next one
-        is yielded.
+        """Yields the bytes of the blocks in order, at most _CALL_BYTES at a time, and adds them to the digest. A piece
+        is valid until the next one is yielded.
         """
         for block in blocks:
             with open_block(block) as content:
@@ -155,7 +157,7 @@ def _abandon(file: Any, backend: BackendContext) -> None:
 
 
 def _send_and_move(fs: Any, upload: FsspecUpload, blocks: Sequence[Block], backend: BackendContext) -> None:
-    """Writes the object under a temporary name, then moves it to its own."""
+    """Writes the object under a temporary name, then moves it to its own. If that fails, deletes the temporary."""
     folder, _, name = upload.path.rpartition("/")
     temporary = f"{folder}/{temporary_name(name)}"
     with backend():

@@ -234,7 +234,7 @@ class LocalStore:
                     yield StoredObject(file[len(self._root) :].lstrip("/"), status.st_size, status.st_mtime)
 
     def _path_of_name(self, name: str) -> str:
-        """Returns the path of the name, whose last part may be any link; folders before it, links inside the root."""
+        """Returns the path below the root. Raises like `_resolve` for its folder; the last part may be any link."""
         folder, _, last = check_name(name).rpartition("/")
         self._resolve(folder)
         return os.path.join(self._root, folder, last)
@@ -262,7 +262,7 @@ class LocalStore:
         return resolved
 
     def _create_temporary(self, path: str) -> tuple[str, int]:
-        """Returns the path and descriptor of a new file in the folder of `path`, so that publishing moves no data."""
+        """Makes a new file in the folder of `path`, and missing folders. Returns the file's path and descriptor."""
         folder, name = os.path.split(path)
         temporary = os.path.join(folder, temporary_name(name))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -339,7 +339,7 @@ class _WriteErrors:
 
 @contextmanager
 def _reading(path: str, *, doing: str = "read") -> Iterator[None]:
-    """Translates an OSError of what is done, also `doing="delete"`, into this library's errors."""
+    """Translates an OSError into the result of `read_error`."""
     try:
         yield
     except CheckpointError:

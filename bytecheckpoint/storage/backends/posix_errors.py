@@ -33,20 +33,20 @@ def write_error(
 ) -> CheckpointError:
     """Makes the error for a failed write: CheckpointSaveError (no_space, storage) or StorageError.
 
-    `free_bytes` is the free space before the write, or None if unknown. `may_be_done`: it may have been carried out,
-    with the answer lost.
+    `free_bytes` is the free space before the write, or None if unknown. `may_be_done` says that the object may have
+    been published all the same.
     """
     number = error.errno if isinstance(error, OSError) else None
+    published = "it may have been published all the same" if may_be_done else "nothing was published under this name"
     if number in _NO_SPACE:
         had = "" if free_bytes is None else f", and {free_bytes} bytes were free when the write began"
         return CheckpointSaveError(
-            f"cannot write {path}: {reason}; {needed_bytes} bytes are needed{had}; nothing was published and what was "
-            "written of it is removed: free space or raise the quota, or save elsewhere",
+            f"cannot write {path}: {reason}; {needed_bytes} bytes are needed{had}; {published}: free space or raise "
+            "the quota, or save elsewhere",
             kind="no_space",
             path=path,
         )
     refused = _refused(error, path, doing="write", reason=reason)
-    published = "it may have been published all the same" if may_be_done else "nothing was published under this name"
     return refused or CheckpointSaveError(
         f"cannot write {path}: {reason}; {published}: check the storage, then save again",
         kind="storage",
@@ -55,7 +55,9 @@ def write_error(
 
 
 def read_error(error: BaseException, path: str, *, reason: str, doing: str = "read") -> CheckpointError:
-    """Makes the error for a failed read: CheckpointNotFoundError (missing_file) or StorageError."""
+    """Makes the error for a failed read, or other call that `doing` names, such as "list" or "delete":
+    CheckpointNotFoundError (missing_file) or StorageError.
+    """
     if isinstance(error, FileNotFoundError):
         return missing_file(path)
     refused = _refused(error, path, doing=doing, reason=reason)

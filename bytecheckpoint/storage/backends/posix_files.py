@@ -114,7 +114,7 @@ def _fill_rest(fd: int, byte_offset: int, buffers: Sequence[memoryview], filled:
 
 
 def file_in_the_way(path: str) -> str:
-    """Returns the part of the path that is a file instead of a folder."""
+    """Returns the path of the file, at this path or above it, where a folder is needed."""
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     return path
@@ -202,7 +202,9 @@ def _rename_without_replacing(temporary: str, path: str) -> None:
 
 
 def _renameat2(temporary: str, path: str) -> bool:
-    """Renames without replacing. Returns False if C library, kernel or file system does not support that."""
+    """Renames without replacing. Returns False if C library, kernel or file system does not support that, else raises
+    OSError, such as FileExistsError, if it fails.
+    """
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):

@@ -29,7 +29,7 @@ class S3CopySource(NamedTuple):
     num_bytes: int
 
     def parameters(self) -> dict[str, Any]:
-        """Returns the parameters of a request that copies it, unless it was replaced since."""
+        """Returns the parameters of a request that copies the object, and fails if it was replaced since."""
         source = {"CopySource": {"Bucket": self.bucket, "Key": self.key}}
         return {**source, "CopySourceIfMatch": self.etag} if self.etag else source
 
@@ -42,8 +42,8 @@ def copy(requests: S3Requests, source: S3CopySource, key: str, policy: RetryPoli
         _copy(requests, "copy_object", policy, Key=key, **source.parameters())
         return
     lost: list[bool] = []
-    upload_id = begin_upload(requests, key, policy, on_lost=lambda: lost.append(True))
     try:
+        upload_id = begin_upload(requests, key, policy, on_lost=lambda: lost.append(True))
         starts = range(0, source.num_bytes, _PART_BYTES)
         request = partial(
             _copy, requests, "upload_part_copy", policy, Key=key, UploadId=upload_id, **source.parameters()

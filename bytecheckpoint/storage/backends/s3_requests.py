@@ -92,7 +92,7 @@ class ServiceBackoff:
         self._pause_s = 0.0
 
     def slow_down(self) -> None:
-        """Begins a pause unless one is on already: twice as long as the last one, but from 0.5 to 2 s."""
+        """Begins a pause unless one is on already: of 0.5 s at first, then twice as long each time, up to 2 s."""
         now = time.monotonic()
         with self._lock:
             if now >= self._go_on_s:
@@ -101,7 +101,9 @@ class ServiceBackoff:
                 self._go_on_s = now + self._pause_s
 
     def hold(self, stop: threading.Event, *, at_most_s: float) -> None:
-        """Waits for the end of the pause and a random time longer, but `at_most_s`, or until `stop` is set."""
+        """Waits until a random time after the end of the pause, but no longer than `at_most_s`, or than until `stop` is
+        set. Does not wait if there is no pause.
+        """
         left_s = self._go_on_s - time.monotonic()
         if left_s > 0:
             late_s = random.uniform(0, self._pause_s / 2)  # noqa: S311 - spreads requests, keeps no secret
@@ -162,7 +164,9 @@ class S3Requests:
                 return answer
 
     def _pause_after(self, error: Exception, number: int) -> float | None:
-        """Returns the pause before the next attempt, in seconds; None if another attempt would be in vain."""
+        """Returns the pause before the next attempt, in seconds; None if another attempt would be in vain. Notes that
+        the service has answered, and slows all requests down if it asks for that.
+        """
         if not is_no_answer(error):
             self._has_answered.set()
         if not is_transient(error):
@@ -232,7 +236,7 @@ class S3Requests:
         return bytes(partial.content)
 
     def _read_rest(self, key: str, partial: _PartialObject, max_bytes: int) -> None:
-        """Makes one attempt to read what is not in `partial` yet."""
+        """Makes one attempt to read what `partial` lacks or, if the object may have changed, all of it."""
         has_some = 0 < len(partial.content) < partial.num_bytes
         range_header = {"Range": f"bytes={len(partial.content)}-"} if has_some and partial.tag else {}
         answer = self.send("get_object", Key=key, **range_header)

@@ -197,8 +197,8 @@ class S3Store:
     def _scan(
         self, scan: Callable[[Sequence[str], ReadPage], Mapping[str, Found]], keys: Sequence[str]
     ) -> Mapping[str, Found]:
-        """Returns what the scan finds for the keys, many at a time; nothing for few keys, which are better looked up
-        one by one.
+        """Returns what the scan finds for the keys, many at a time; nothing for fewer than 4 keys, which are better
+        looked up one by one.
         """
         if len(keys) < _MIN_SCANNED:
             return {}

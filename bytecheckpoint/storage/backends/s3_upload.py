@@ -60,7 +60,7 @@ class S3Target(NamedTuple):
 
 
 def new_target(key: str, *, replace: bool) -> S3Target:
-    """Returns the target of one write, with an id for it."""
+    """Returns the target of one write, with a new random id."""
     return S3Target(key, is_new=not replace, writer=secrets.token_hex(16))
 
 
@@ -119,10 +119,10 @@ class _CurrentObject(NamedTuple):
 
 
 class _Publication:
-    """The request that makes an object visible. If it was carried out and its answer was lost, it has succeeded.
+    """The request that makes an object visible. It counts as a success if only its answer was lost.
 
-    If the service supports it, it is sent under the condition that the name is as it was before the first attempt, so
-    that a request which arrives late, from a save that was given up long ago, changes nothing.
+    A service that supports conditions gets it on condition that the name is as it was before the first attempt, so that
+    a request which arrives late, from a save that was given up long ago, changes nothing.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class _Publication:
                 raise
 
     def _send(self, condition: Mapping[str, str]) -> None:
-        """Makes one attempt to publish. Raises S3_ERRORS, and keeps those after which it may still be carried out."""
+        """Sends the request once. Raises S3_ERRORS, and notes those after which it may still be carried out."""
         try:
             self._request(**condition)
         except S3_ERRORS as error:
@@ -190,8 +190,8 @@ class _Publication:
         return {name: value for name, value in condition.items() if name not in self._requests.refuses}
 
     def _kind_of_error(self, error: Exception, condition: Mapping[str, str]) -> str:
-        """Returns the key in _VERDICTS for an error. If the refusal of a replacement may be a mistake, it asks for the
-        object that is there now: that request may raise S3_ERRORS.
+        """Returns the key in _VERDICTS for an error. To see whether the refusal of a replacement is a mistake, looks up
+        the object that is there now, which may raise S3_ERRORS.
         """
         if condition and is_unsupported(error):
             return "unsupported"
@@ -218,8 +218,8 @@ class _Publication:
         return _CurrentObject(str(found["ETag"]), str(found.get("Metadata", {}).get(_WRITER, "")))
 
     def _is_own(self) -> bool:
-        """Returns True if the object is the one of this write. Raises FailedRequestError if that cannot be found out:
-        a save that takes its own manifest for another's would delete the data of its checkpoint.
+        """Returns True if the object that is there now is of this write. Raises FailedRequestError if that cannot be
+        found out: a save that takes its own manifest for another's would delete the data of its checkpoint.
         """
         policy = replace(self._policy, timeout_s=min(self._policy.timeout_s, _CLEAN_UP_S))
         for _ in range(_NUM_OWNER_CHECKS):

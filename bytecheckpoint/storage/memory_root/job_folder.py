@@ -79,7 +79,7 @@ class JobFolder(NamedTuple):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Excludes all other processes that look for free slots in the folder, or remove some."""
+        """Waits for the folder's lock and holds it: nobody else looks for free slots in the folder, or removes some."""
         fd = os.open(os.path.join(self.path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -88,8 +88,8 @@ class JobFolder(NamedTuple):
             os.close(fd)
 
     def make_joinable(self) -> None:
-        """Makes what `join` needs, which a removal that was killed may have taken. Raises FileNotFoundError if the
-        folder is gone.
+        """Makes the folder that `join` writes to, if a removal that was killed has deleted it. Raises FileNotFoundError
+        if the job's folder is gone.
         """
         with suppress(FileExistsError):
             os.mkdir(os.path.join(self.path, _ALIVE), 0o700)
@@ -104,11 +104,11 @@ class JobFolder(NamedTuple):
         return lock, LivingProcess(name, os.stat(path).st_mtime_ns)
 
     def has_joined(self, process: LivingProcess) -> bool:
-        """Returns True if the registration of a process that lives is still there."""
+        """Returns True unless the registration of the process was deleted. Does not look whether the process lives."""
         return os.path.lexists(os.path.join(self.path, _ALIVE, process.name))
 
     def living(self) -> list[LivingProcess]:
-        """Returns the processes that work on the job, and forgets those that have ended."""
+        """Returns the processes that work on the job, and deletes the registrations of those that have ended."""
         alive, found = os.path.join(self.path, _ALIVE), []
         for name in sorted(os.listdir(alive)):
             path = os.path.join(alive, name)
@@ -122,7 +122,9 @@ class JobFolder(NamedTuple):
         return found
 
     def remove_stale_temporaries(self) -> None:
-        """Removes temporary files that killed processes have left in the job's folder and in the memory root."""
+        """Removes temporary files older than 10 seconds, which killed processes have left, from the job's folder and
+        from the memory root.
+        """
         paths = [os.path.join(folder, name) for folder in (self.root, self.path) for name in os.listdir(folder)]
         for path in filter(_is_temporary, paths):
             with suppress(OSError):  # gone meanwhile, or another user's
@@ -192,7 +194,7 @@ def find_jobs(root: str) -> list[tuple[JobFolder, JobDescription]]:
 
 def _is_own(path: str) -> bool:
     """Returns True for a job's folder of this user, False for another's or one that is gone. Raises StorageError
-    (permission) if it is this user's and others can open it.
+    (permission) if it is this user's, and is no folder or others can open it.
     """
     with suppress(FileNotFoundError):
         if os.lstat(path).st_uid == os.geteuid():

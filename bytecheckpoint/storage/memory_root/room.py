@@ -30,7 +30,7 @@ class RoomLimit(NamedTuple):
 def check_room(root: str, new_bytes: int, *, held_bytes: int, max_bytes: int | None, is_copy: bool) -> None:
     """Raises CheckpointSaveError (no_space) if `new_bytes` more would leave less than 16 MiB free in the root, the host
     or the container, or would exceed `max_bytes` with the `held_bytes` of all slots of the job on this host. Never
-    raises for 0 `new_bytes`. `is_copy` is True for a copy of what another host holds, of a save that is complete.
+    raises for 0 `new_bytes`. `is_copy` only changes the message: the bytes are a copy of another host's slot.
     """
     limits = [*_file_system(root), *_host_memory(), *container_limits()]
     if max_bytes is not None:

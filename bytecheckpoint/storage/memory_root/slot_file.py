@@ -120,7 +120,7 @@ class Slot:
 
     def reserve(self, num_bytes: int, mapping: type[mmap.mmap] = mmap.mmap) -> None:
         """Makes the slot at least `num_bytes` long, with its pages allocated, and maps it. Raises OSError if there is
-        no room, and leaves it as long as it was.
+        no room; the slot is then as long as before, and not mapped.
         """
         if self._memory is not None and len(self._memory) >= num_bytes:
             return
@@ -139,19 +139,19 @@ class Slot:
         advise(self._memory, large_pages=False)
 
     def begin(self, lengths: Sequence[int]) -> memoryview:
-        """Marks the slot as being filled, and returns the memory of an image with these files."""
+        """Marks the slot as being filled, and returns the memory for an image with files of these lengths."""
         self._write_header(SlotHeader("", 0, 0, False, header_bytes(len(lengths)), []))
         return self.image(lengths)
 
     def mark_whole(
         self, save_id: str, step: int, rank: int, lengths: Sequence[int], *, files: Sequence[tuple[int, int]] = ()
     ) -> None:
-        """Marks the image as whole, with these files of a save; `files` is as in SlotHeader."""
+        """Marks the image as whole, with files of these lengths of a save; `files` is as in SlotHeader."""
         offset = header_bytes(len(lengths))
         self._write_header(SlotHeader(save_id, step, rank, True, offset, list(lengths), list(files)))
 
     def image(self, lengths: Sequence[int]) -> memoryview:
-        """Returns the memory of an image with these files, as it is."""
+        """Returns the memory of an image with files of these lengths. Changes nothing."""
         offset = header_bytes(len(lengths))
         return memoryview(self.memory)[offset : offset + image_bytes(lengths)]
 
@@ -170,7 +170,7 @@ class Slot:
         self._header = header
 
     def release(self) -> None:
-        """Releases the slot for the next process that takes it."""
+        """Unmaps the slot and releases its lock. The file stays for the next process that takes it."""
         self._memory = None
         self._lock.release()
 

@@ -70,8 +70,8 @@ def add_pending(job: JobFolder, record: VersionRecord, content: bytes) -> None:
 
 
 def mark_complete(job: JobFolder, save_id: str) -> None:
-    """Notes that all hosts have the manifest. Of the versions before it, keeps only the last one and the protected one,
-    and removes the records of the others. Raises FileNotFoundError if it is not pending.
+    """Notes that all hosts have the manifest of this save. Of the versions with smaller numbers, removes all manifests
+    but those of the last one and of the protected one. Raises FileNotFoundError if the save's version is not pending.
     """
     os.rename(_path(job, save_id, "pending"), _path(job, save_id, "manifest"))
     found = sorted(read_versions(job), key=lambda version: version.record.number)
@@ -130,9 +130,8 @@ def remove_stale_temporaries(job: JobFolder) -> None:
 
 
 def needed_saves(job: JobFolder) -> set[str]:
-    """Returns the ids of the saves whose slots must stay, as far as this host can tell alone: of the newest complete
-    version, of all pending ones after it, one of which other hosts may have completed, and of the newest version that
-    survives the loss of a host.
+    """Returns the ids of the saves whose slots must stay, as far as this host can tell alone: the newest complete one,
+    all pending ones after it, one of which other hosts may have completed, and the `protected_save`.
     """
     found = sorted(read_versions(job), key=lambda version: version.record.number)
     complete = [number for number, version in enumerate(found) if version.is_complete]
@@ -141,9 +140,9 @@ def needed_saves(job: JobFolder) -> set[str]:
 
 
 def by_age(job: JobFolder, save_ids: Collection[str], *, settled: str) -> list[str]:
-    """Returns these ids, first of saves that this host has no manifest of, so that they are complete nowhere, then from
-    the oldest to the newest save. `settled`, which is complete or was resumed from, comes after the protected save in
-    any case: a resume may take an older save, or one whose manifest only other hosts have.
+    """Returns these ids: first the saves without a manifest on this host, which are complete nowhere, then the others
+    from the oldest to the newest. `settled`, which is complete or was resumed from, always comes after the protected
+    save: a resume may take an older save, or one whose manifest only other hosts have.
     """
     numbers = {version.record.save_id: version.record.number for version in read_versions(job)}
     numbers[settled] = max(numbers.get(settled, 0), numbers.get(protected_save(job), 0))
