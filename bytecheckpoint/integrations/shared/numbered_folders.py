@@ -341,7 +341,7 @@ class NumberedFolders:
             if is_plain_path(path) and not layout.has_manifest(self.names_in(path)):
                 if self._remove_beside is not None:
                     self._remove_beside(path)
-                _remove_empty(path, below=self.root)
+                _remove_empty(path, root=self.root)
             self._unfinished.discard(number)
         finally:
             with self._changed:
@@ -350,7 +350,7 @@ class NumberedFolders:
 
 
 def _without_links(found: list[NumberedFolder], *, root: str) -> list[NumberedFolder]:
-    """Leaves out the folders that are links to others of them."""
+    """Returns the folders except links to another of them."""
     if not is_plain_path(root):
         return found
     # Hazard: a link would count as one more, and the deletion of either would take the other.
@@ -370,14 +370,16 @@ def _delete(store: Store, folder: NumberedFolder) -> None:
         logger.info("%s stays: %s", folder.path, why)
 
 
-def _remove_empty(path: str, *, below: str) -> None:
-    """Removes the local folders of a checkpoint that is gone, as far as they are empty, and never `below`."""
+def _remove_empty(path: str, *, root: str) -> None:
+    """Removes what is empty of the local folder of a deleted checkpoint, and of the folders above it, up to but not
+    including `root`.
+    """
     for name in _OWN_FOLDERS:
         with suppress(OSError):  # files of others are in it, or it is gone
             Path(path, name).rmdir()
     with suppress(OSError):
         folder = Path(path)
-        while folder != Path(below):
+        while folder != Path(root):
             with suppress(FileNotFoundError):  # the store removes empty folders too
                 folder.rmdir()
             folder = folder.parent
