@@ -170,7 +170,7 @@ def put_trainer_state(path: str, record: TrainerRecord) -> None:
 
 
 def _remove_beside(path: str) -> None:
-    """Removes the files of the mixin, and temporary files of a killed process, from the folder of a deleted checkpoint."""
+    """Removes the files of the mixin, and temporary files of killed processes, from a deleted checkpoint's folder."""
     with suppress(FileNotFoundError):  # the store removes the folder with the last object
         for each in list(Path(path).iterdir()):
             if each.name in {TRAINER_STATE, CONFIG} or (is_temporary(each.name) and not each.is_dir()):
