@@ -164,7 +164,9 @@ class TrackedLoader:
             self._hand_over(len(self._waiting) - self._streams.read_ahead)
 
     def _settle(self) -> None:
-        """Forgets batches that were not handed over, unless the pass has ended: then the trainer has had them all."""
+        """Forgets batches that were not handed over. If the pass has ended, counts them instead: the trainer has had
+        them all.
+        """
         if any(isinstance(each, int) for each in self._waiting):
             self._hand_over(len(self._waiting))
         self._waiting.clear()

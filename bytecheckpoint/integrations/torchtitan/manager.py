@@ -328,7 +328,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
             part.load_state_dict(own, strict=False)
 
     def _warn_of_unnamed(self, path: str, loaded: Collection[str]) -> None:
-        """Warns, on rank 0, of parameters that the adapter left out: torchtitan 0.3.0 forgets the experts of gpt-oss."""
+        """Warns on rank 0 of parameters that the adapter left out: torchtitan 0.3.0 forgets the experts of gpt-oss."""
         named = {name: each for part in self._model_parts for name, each in part.state_dict(keep_vars=True).items()}
         tied = {id(named[name]) for name in loaded if name in named}
         left = [name for name, each in named.items() if isinstance(each, nn.Parameter) and id(each) not in tied]
