@@ -140,7 +140,8 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
         load_dir: As `save_dir` was.
         tag: That of `latest` if None.
         load_module_strict: Raise for keys that are missing on either side; otherwise load what fits.
-        load_optimizer_states: Load the state of the optimizer. Counters and loss scales are loaded in any case.
+        load_optimizer_states: Load the state of the optimizer. If False, counters and loss scales are loaded all the
+            same.
         load_lr_scheduler_states: Load the scheduler.
         load_module_only: Load weights alone; the client state is returned all the same.
         custom_load_fn: Not supported: use `bytecheckpoint.load` with `key_map`.

@@ -61,8 +61,9 @@ class BcpBridgeManager:
     def save(self, ctx: Any, callback_manager: Any | None = None) -> None:
         """Saves at `iter_<step>`, with all ranks together; in the background if the configuration has `async_save`.
 
-        Once it is committed, rank 0 deletes older ones in the background: keeps the newest `most_recent_k` persistent
-        checkpoints (all if None or not above 0), and one non-persistent checkpoint. Those of later steps stay.
+        Once this checkpoint is committed, rank 0 deletes older checkpoints in the background: keeps the newest
+        `most_recent_k` persistent ones (all if None or not above 0), and one non-persistent one. Those of later steps
+        stay.
         `callback_manager` has no effect. Raises CheckpointMismatchError (conflict) for a non-persistent checkpoint
         whose type is not `global`, and the errors of `bytecheckpoint.save`.
         """

@@ -127,7 +127,7 @@ class SigtermTorchConfig(TorchConfig):
 
 
 class _SigtermBackend:
-    """Installs the handler in the main threads of the workers."""
+    """Installs a `_WorkerSignal` in the main threads of the workers."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         super().on_start(worker_group, backend_config)  # type: ignore[misc]  # that of Ray's backend
@@ -135,7 +135,7 @@ class _SigtermBackend:
 
 
 class _WorkerSignal:
-    """The handler of SIGTERM in a worker. While there is no WorkerStop, it does what Ray's handler does."""
+    """The handler of SIGTERM in a worker: requests a stop. Without a WorkerStop, it does what Ray's handler does."""
 
     def __init__(self) -> None:
         self.stop: WorkerStop | None = None
@@ -168,7 +168,7 @@ def _url(filesystem: Any, path: str) -> str:
 
 
 def _checkpoint_at(path: str) -> ray.train.Checkpoint:
-    """Returns Ray's object for a checkpoint in the run's own storage. Raises ValueError for any other place."""
+    """Returns Ray's object for a checkpoint below the folder of this run. Raises ValueError for any other place."""
     storage = ray.train.get_context().get_storage()
     in_storage = _SCHEME.sub("", path)
     root = storage.experiment_fs_path

@@ -359,8 +359,8 @@ class _Application:
         return WantedTensor(name, dtype, shape, [CopySource(whole(shape), fqn, whole(shape))])
 
     def _without_repetitions(self, all_tensors: Sequence[WantedTensor]) -> tuple[list[WantedTensor], dict[str, str]]:
-        """Returns the tensors, and the aliases of some: a tensor that is made of an alias, and of the same pieces as
-        one before it, becomes an alias of that one. Raises CheckpointMismatchError (conflict) if two have one name.
+        """Returns the tensors, and aliases by name: a tensor that is made of an alias, and of the same pieces as one
+        before it, becomes an alias of that one. Raises CheckpointMismatchError (conflict) if two have one name.
         """
         tensors: list[WantedTensor] = []
         aliases: dict[str, str] = {}

@@ -72,8 +72,8 @@ def has_experts_to_fuse(manifest: Manifest) -> bool:
 
 
 def packed_weights(described: _Described) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes in memory of weights that files hold in MXFP4, by name. The numbers have four dimensions in
-    files: matrices, columns, blocks of a column, bytes of a block. The scales have the first three.
+    """Returns the shapes in memory of weights that files hold in MXFP4 alone, by name. The numbers have four dimensions
+    in files: matrices, columns, blocks of a column, bytes of a block. The scales have the first three.
     """
     found: dict[str, tuple[int, ...]] = {}
     of_scales, of_numbers = MXFP4_SUFFIXES
@@ -86,7 +86,9 @@ def packed_weights(described: _Described) -> dict[str, tuple[int, ...]]:
 
 
 def with_packed_weights(manifest: Manifest) -> Manifest:
-    """Returns the same checkpoint with each weight that files hold in MXFP4 as a tensor too, without chunks."""
+    """Returns the same checkpoint with each weight that files hold in MXFP4 as a tensor too, without chunks; the
+    manifest itself if there is no such weight.
+    """
     described = manifest.describe_all()
     packed = packed_weights({**described, **{alias: described[fqn] for alias, fqn in manifest.aliases.items()}})
     records = {name: tensor_record("uint8", shape, ()) for name, shape in packed.items()}

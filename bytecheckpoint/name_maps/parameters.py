@@ -161,8 +161,8 @@ def refusal(
 
 
 def parse_options(texts: Iterable[str]) -> dict[str, int | str]:
-    """Parses options of a command: `heads=32`. Raises ValueError for text without a name or a value, and for
-    a name that is given twice.
+    """Parses options of a command: `heads=32`. Values of digits become integers. Raises ValueError for text without a
+    name or a value, and for a name that is given twice.
     """
     options: dict[str, int | str] = {}
     for text in texts:

@@ -65,8 +65,8 @@ def sampler_of(loader: Any) -> Any:
 
 
 def is_of_torchdata(loader: Any) -> bool:
-    """Returns True if torchdata's StatefulDataLoader reads for this loader. The others have state_dict() too, and no
-    position in it.
+    """Returns True if torchdata's StatefulDataLoader reads for this loader. Other loaders of accelerate have a
+    state_dict() too, but no position in it.
     """
     return bool(getattr(loader, "use_stateful_dataloader", False))
 

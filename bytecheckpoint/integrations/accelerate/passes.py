@@ -236,8 +236,8 @@ def _begin_resumed(loader: Any, resume: ResumedPass) -> Callable[[], None]:
         loader.skip_batches = resume.num_to_skip
 
     def on_first_batch() -> None:
-        """Ends the skipping, which is for one pass. Then sets the random state to the loaded one if there is a
-        `restore_rng`, else to the state that the saved order had replaced.
+        """Ends the skipping, which is for one pass. Then calls `restore_rng` if there is one; else puts back the random
+        state that the saved order has replaced, if it has.
         """
         if is_own and resume.num_to_skip:
             loader.skip_batches = 0

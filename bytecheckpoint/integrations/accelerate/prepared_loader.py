@@ -94,10 +94,10 @@ class PreparedLoader:
         self._loaded_state = streams, shared
 
     def go_on(self, name: str, restore_rng: Callable[[], object] | None) -> None:
-        """Brings the loader to the position that was loaded; warns if it cannot, as a loader without a state. Does
-        nothing if `include` or `exclude` left it out. All ranks call it, as it broadcasts the order of a checkpoint of
-        another number of ranks. Some of this is done when the next pass begins; `restore_rng` is called when that pass
-        has given its first batch.
+        """Brings the loader to the position that was loaded, or to the start of the saved epoch, with a warning, if it
+        has no state. Does nothing if `include` or `exclude` left it out. All ranks call it, as it broadcasts the order
+        of a checkpoint of another number of ranks. Some of this is done when the next pass begins; `restore_rng` is
+        called when that pass has given its first batch.
         """
         if self._loaded_state is None:  # left out by `include` or `exclude`
             return

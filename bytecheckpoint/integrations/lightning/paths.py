@@ -221,7 +221,7 @@ def take_place(trainer: Trainer, path: str, storage_options: Mapping[str, Any] |
 
 def _placeholder(trainer: Trainer, url: str, storage_options: Mapping[str, Any] | None) -> str:
     """Creates an object below the URL, because object stores have no empty folders, and returns its name; an empty
-    text, with a warning, if it cannot be created. If a killed job leaves it, it is garbage.
+    text, with a warning, if it cannot be created. `bcp gc` finds it if a killed job leaves it.
     """
     name = temporary_name("placeholder")
     for callback in _model_checkpoints(trainer):

@@ -101,7 +101,8 @@ class SaveInFlight:
             timeout_s: Seconds to wait for other ranks.
             wait_s: Seconds to wait for the save, and as many for its copies; None waits for as long as they take.
 
-        Raises the error of the save or of a copy, on all ranks; TimeoutError if the save has not ended after `wait_s`.
+        Raises the error of the save or of a copy, on all ranks; TimeoutError if the save has not ended after `wait_s`:
+        the next call waits for it again.
         """
         handle, self._handle = self._handle, None
         work, self._work = self._work, []

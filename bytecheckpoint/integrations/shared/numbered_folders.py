@@ -135,7 +135,9 @@ class NumberedFolders:
         return sorted(int(digits) for digits in found if digits == f"{int(digits):0{self._width}}")
 
     def names_in(self, path: str) -> Mapping[str, int | None]:
-        """Returns the names in the folder at `path`: files with their lengths in bytes, folders with None."""
+        """Returns what is in the folder at `path`, by name: for a file its length in bytes, for a folder None. Empty if
+        there is no such folder.
+        """
         return self._store_at(path).list("")
 
     def _store_at(self, path: str) -> Store:
@@ -233,8 +235,8 @@ class NumberedFolders:
         return record
 
     def retire_after(self, handle: SaveHandle, number: int, choose: Choose | None) -> None:
-        """Deletes the checkpoints that `choose` returns, in the background, once this save is committed; None deletes
-        nothing. Pinned and leased checkpoints stay.
+        """Once the save at `number` is committed, deletes the checkpoints that `choose` returns, in the background. If
+        the save failed, or with None, calls the latest earlier `choose` again. Pinned and leased checkpoints stay.
         """
 
         def after(ended: SaveHandle) -> None:
@@ -261,7 +263,7 @@ class NumberedFolders:
         handle.add_done_callback(after)
 
     def keep_newest(self, handle: SaveHandle, number: int, num_kept: int) -> None:
-        """Deletes all except the newest `num_kept` checkpoints, once this save is committed; 0 keeps all."""
+        """Calls `retire_after` so that all except the newest `num_kept` checkpoints are deleted; 0 keeps all."""
         self.retire_after(handle, number, (lambda: self.committed()[:-num_kept]) if num_kept > 0 else None)
 
     def retire(self, choose: Choose) -> None:

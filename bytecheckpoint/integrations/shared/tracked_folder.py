@@ -82,7 +82,7 @@ class TrackedFolder(NamedTuple):
 
     def decide_together(self, decide: Callable[[], T], kind: type[T]) -> T:
         """Calls `decide` on rank 0 and returns its result on every rank; if it fails, all ranks raise its error. All
-        ranks call this together. It first waits until the saves of this process have ended.
+        ranks call this together. First waits until the saves of this process have ended.
         """
         process_state().saves.wait_until_ended()
         return self.decisions.decide_together("looking for a checkpoint", decide, kind)
@@ -158,4 +158,4 @@ class TrackedFolder(NamedTuple):
 
 
 def _nothing(*_: object) -> None:
-    """Stands for a call that is not needed."""
+    """Does nothing, in place of a call that is not needed."""
