@@ -67,7 +67,8 @@ class EnergonLoader:
         }
 
     def assign(self, ids: Sequence[str], size: int) -> list[list[str]]:
-        """Returns equal shares of workers in their order: a worker's number says which share of the data it reads.
+        """Returns for each of `size` ranks an equal share of the workers, in the order of their numbers: a worker's
+        number says which share of the data it reads.
 
         Raises CheckpointMismatchError (conflict) if there are no equal shares.
         """
