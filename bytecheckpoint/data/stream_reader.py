@@ -37,7 +37,7 @@ class Change(NamedTuple):
 
 
 def pass_epoch(positions: Iterable[StreamPosition]) -> int:
-    """Returns the epoch of a pass over streams at these positions: the lowest of their epochs."""
+    """Returns the epoch of a pass over streams at these positions: the lowest of their epochs, 0 for no stream."""
     return min((position.epoch for position in positions), default=0)
 
 

@@ -186,9 +186,8 @@ class Streams(IterableDataset[Any]):
         return {each: tree_of(StreamPosition(), source_name(self._sources[each])) for each in self._taken}
 
     def joining_state(self, stream_id: str, others: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the state of a stream that is at its first sample, in the epoch of the others.
-
-        In epoch 0 it would be read alone until it has caught up with them.
+        """Returns the state of a stream that is at its first sample, in the lowest epoch of `others`: in epoch 0 it
+        would be read alone until it has caught up with them.
         """
         source = self._sources[stream_id]
         epoch = pass_epoch(self._position_of(each, state) for each, state in others.items())

@@ -392,6 +392,6 @@ class _Application:
         return None
 
     def _count(self, num_pieces: int) -> None:
-        """Counts pieces and refuses too many: a small manifest can claim a tensor of a billion layers."""
+        """Counts pieces, and raises like `refuse_too_many`: a small manifest can claim a tensor of a billion layers."""
         self._num_pieces += num_pieces
         refuse_too_many(self._num_pieces)
