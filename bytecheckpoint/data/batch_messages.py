@@ -32,7 +32,9 @@ class CountedBatch:
 
 @dataclass(frozen=True)
 class CountingCollate:
-    """The loader's `collate_fn`, called in the process that reads, right after a batch was read; adds what was read."""
+    """The loader's `collate_fn`, called in the process that reads, right after a batch was read; adds what was read. If
+    it fails, the streams are put back before the batch.
+    """
 
     collate: Callable[[Any], Any]
     streams: Streams

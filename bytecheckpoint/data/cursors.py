@@ -196,9 +196,9 @@ def _refuse_repeats(loader: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _for_this_size(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy, because litData changes the state that it is given, of the state with which a loader of other
-    sizes (ranks, workers, batch) goes on: with its own sizes if no sample of the epoch was taken, else with values that
-    make litData go on at the position of all ranks. For a loader of the same sizes it is as saved.
+    """Returns a copy of the state with which this loader goes on; a copy, because litData changes what it is given. If
+    no sample of the epoch was taken, it has this loader's sizes (ranks, workers, batch). Else, if the sizes differ, it
+    has values that make litData go on at the position of all ranks.
     """
     copied: dict[str, Any] = copy.deepcopy(state)
     saved = copied["dataset"]

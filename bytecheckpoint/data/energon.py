@@ -23,10 +23,13 @@ class EnergonLoader:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._read_at: tuple[Any, ...] = ()
+        """Position of the loader at which `_state` was taken; () if none is of now."""
         self._state: Any = None
 
     def _rank_state(self) -> Any:
-        """Returns the state of all workers of this rank. Asks them again only if a sample was read since."""
+        """Returns the state of all workers of this rank. Asks them again only if a sample was read, or a state loaded,
+        since.
+        """
         loader = self._loader
         position = (loader._next_worker_id, loader._global_sample_idx, *loader._worker_sample_counters)
         if position != self._read_at:
@@ -64,7 +67,8 @@ class EnergonLoader:
         }
 
     def assign(self, ids: Sequence[str], size: int) -> list[list[str]]:
-        """Returns equal shares of workers in their order: a worker's number says which share of the data it reads.
+        """Returns for each of `size` ranks an equal share of the workers, in the order of their numbers: a worker's
+        number says which share of the data it reads.
 
         Raises CheckpointMismatchError (conflict) if there are no equal shares.
         """
@@ -111,8 +115,8 @@ class EnergonLoader:
         return [from_tree(streams[stream_id]["worker"]) for stream_id in ordered]
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Restores this rank's workers; does nothing if none had a state. If ranks had another number of workers at the
-        save, the first worker gives the next sample. Raises the errors of `check_streams`.
+        """Restores this rank's workers; does nothing if no worker was saved with a state. If ranks had another number
+        of workers at the save, the first worker gives the next sample. Raises the errors of `check_streams`.
         """
         loader, states = self._loader, self._checked(streams, shared)
         if all(state is None for state in states):
@@ -126,6 +130,7 @@ class EnergonLoader:
                 micro_batch_size=shared["micro_batch_size"],
             )
         )
+        self._read_at = ()
 
 
 def energon_loader(loader: Any) -> EnergonLoader | None:

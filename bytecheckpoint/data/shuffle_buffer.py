@@ -33,7 +33,7 @@ class ShuffleBuffer:
             source: a sequence or an iterable, as in `Streams`. Its samples are saved while they are in the buffer:
                 plain data, tensors and arrays.
             size: the number of samples to draw from.
-            seed: another order for another seed. A load needs the same `size` and `seed`.
+            seed: another order for another seed. A load needs the same `size` and `seed`; `Streams` refuses others.
 
         Raises:
             ValueError: `size` is below 1, it or `seed` is no integer, or the source cannot be read, or is `Streams`:
@@ -75,7 +75,9 @@ class ShuffleBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where this state was taken. Raises CheckpointMismatchError (conflict) if it is of another source."""
+        """Goes on where this state was taken. Raises CheckpointMismatchError (conflict) if it is of another source;
+        does not check `size` and `seed`.
+        """
         self._source_position = position_of("in a ShuffleBuffer", state["source"], source_name(self.wrapped_source))
         self._cursor.lose_place()
         self._epoch, self._num_draws = state["epoch"], state["draws"]

@@ -83,9 +83,10 @@ def is_sequence(source: Any) -> bool:
 
 
 def carries_over(source: Any) -> bool:
-    """Returns True if what a pass leaves behind may belong to the next one.
+    """Returns True if the next pass may begin from the source's state at the end of a pass.
 
-    Iterable datasets of Hugging Face begin each epoch anew, and their state at the end of a pass yields nothing.
+    False for a source without a state, and for iterable datasets of Hugging Face: these begin each epoch anew, and from
+    their state at the end of a pass they yield nothing.
     """
     return is_stateful(source) and not _has_state_of_datasets(source)
 
@@ -178,8 +179,8 @@ def _shuffles_without_a_seed(examples: Any) -> bool:
 
 
 def _counts_rows_ahead(examples: Any) -> bool:
-    """Returns True if the state of the part counts rows as read that were not given yet: all of a table with its first,
-    or the one that waits in a buffer of one.
+    """Returns True if the state of the part counts rows as read that were not given yet: all rows of a table once its
+    first is given, or the row that waits in a buffer of one.
     """
     if type(examples).__name__ == "BufferShuffledExamplesIterable":
         # The release that reads several shards by turns is the one whose buffer of one gives a sample at once.

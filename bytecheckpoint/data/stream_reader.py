@@ -37,17 +37,18 @@ class Change(NamedTuple):
 
 
 def pass_epoch(positions: Iterable[StreamPosition]) -> int:
-    """Returns the epoch of a pass over streams at these positions: the lowest of their epochs."""
+    """Returns the epoch of a pass over streams at these positions: the lowest of their epochs, 0 for no stream."""
     return min((position.epoch for position in positions), default=0)
 
 
 def blocks_in_turn(
     every_id: Sequence[str], positions: Mapping[str, StreamPosition], num_workers: int, *, endless: bool
 ) -> list[list[str]]:
-    """Returns the streams of each worker: contiguous blocks of all sorted ids, of which only those in `positions` stay.
+    """Returns a list of streams for each worker: contiguous blocks of all sorted ids, without ids that are not in
+    `positions`.
 
     Blocks of all ids, and not of a rank's own, give the batches of one turn the same streams on any number of ranks.
-    The block whose batch is the longest ago comes first, so that after a load the batches go on in the same order.
+    Worker 0 gets the block whose last batch is the oldest, so that after a load the batches go on in the same order.
     """
     bounds = [len(every_id) * worker // num_workers for worker in range(num_workers + 1)]
     blocks = [
@@ -59,8 +60,8 @@ def blocks_in_turn(
 
 
 def _last_turn(position: StreamPosition, epoch: int | None) -> int:
-    """Returns the number of the last batch with a sample of the stream in the pass over `epoch`, in any pass for None;
-    0 if no batch had one, and for passes before the stream's newest one, of which its position tells nothing.
+    """Returns the number of the last batch with a sample of the stream in the pass over `epoch`; None means any pass.
+    Returns 0 if no batch had one, or if the stream has gone on to later passes: its position tells nothing then.
     """
     ended_in_it = position.place == ((epoch or 0) + 1, 0) and position.samples > 0
     is_in_it = position.epoch == epoch and position.position > 0
@@ -142,7 +143,9 @@ class StreamReader:
                 self._move(stream_id, replace(position, snapshot=snapshot))
 
     def discount_dropped(self) -> None:
-        """Sets the counts of samples back to those at the last `take_changes`; epochs and positions stay."""
+        """Takes samples that were read since the last `take_changes`, and dropped, off the counts `samples`; epochs and
+        positions stay.
+        """
         for stream_id, before in self._before.items():
             self._positions[stream_id] = replace(self._positions[stream_id], samples=before.samples)
 
@@ -161,7 +164,9 @@ class StreamReader:
         return queue
 
     def _begin_next_epoch(self) -> bool:
-        """Begins an epoch of the streams that are furthest behind; returns False if there is none to begin."""
+        """Begins an epoch of the streams that are furthest behind, if endless. Returns False if not endless, or if too
+        many epochs gave no sample.
+        """
         # Streams without samples would go through epochs forever; packed rows may take some epochs to fill.
         if not self._is_endless or self._num_empty_epochs > _MAX_EMPTY_EPOCHS:
             return False
@@ -203,8 +208,9 @@ def _change(stream_id: str, before: StreamPosition, after: StreamPosition) -> Ch
 
 
 def _without_worker_info(read: Callable[[], _Read]) -> _Read:
-    """Reads as outside of a worker process: datasets that find themselves in one give each worker a part of what they
-    have, and a stream would lose the rest. There is no public way to say that the data is divided already.
+    """Returns the result of `read`, called as if outside of a worker process: datasets that find themselves in one give
+    each worker a part of what they have, and a stream would lose the rest. There is no public way to say that the data
+    is divided already.
     """
     info = torch_worker._worker_info
     if info is None:

@@ -186,9 +186,8 @@ class Streams(IterableDataset[Any]):
         return {each: tree_of(StreamPosition(), source_name(self._sources[each])) for each in self._taken}
 
     def joining_state(self, stream_id: str, others: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the state of a stream that is at its first sample, in the epoch of the others.
-
-        In epoch 0 it would be read alone until it has caught up with them.
+        """Returns the state of a stream that is at its first sample, in the lowest epoch of `others`: in epoch 0 it
+        would be read alone until it has caught up with them.
         """
         source = self._sources[stream_id]
         epoch = pass_epoch(self._position_of(each, state) for each, state in others.items())
@@ -269,7 +268,9 @@ class Streams(IterableDataset[Any]):
         return blocks_in_turn(self._every_id, self._taken, num_workers, endless=self._endless)
 
     def _finish_pass(self, epoch: int) -> None:
-        """Puts the streams of a pass that has ended at the start of the next epoch, however far they were read."""
+        """Puts the streams that are in `epoch`, whose pass has ended, at the start of the next epoch, however far they
+        were read. Does nothing if endless.
+        """
         if self._endless:
             return
         for stream_id, position in self._taken.items():
@@ -277,7 +278,7 @@ class Streams(IterableDataset[Any]):
                 self._taken[stream_id] = position.next_epoch(carries_over=carries_over(self._sources[stream_id]))
 
     def _is_mid_pass(self) -> bool:
-        """Returns True if a stream has moved since the start of the lowest epoch of all; False if endless."""
+        """Returns True if a stream is past the start of the lowest epoch among all streams; False if endless."""
         start = (pass_epoch(self._taken.values()), 0)
         # An endless pass ends only where no stream has samples: another one would end as well.
         return not self._endless and any(each.place > start for each in self._taken.values())

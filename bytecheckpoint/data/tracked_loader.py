@@ -79,7 +79,9 @@ class TrackedLoader:
         self._drop_iterator()
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Takes over these streams, and gives up all others. The next `iter` starts workers anew."""
+        """Takes over these streams, and gives up all others. A pass under way is out of date; the next `iter` starts
+        workers anew.
+        """
         self._streams.load_streams(streams, shared)
         self._num_passes += 1
         self._waiting.clear()
@@ -158,13 +160,17 @@ class TrackedLoader:
             loader._initial_iter_for_state_dict = False
 
     def _arrived(self, changes: Sequence[Change] | int) -> None:
-        """Counts a batch that has arrived, given by its changes; or the end of a pass, by the number of its epoch."""
+        """Notes a batch that has arrived, given by its changes, or the end of a pass, given by its epoch. Counts it as
+        taken once `read_ahead` others have arrived, or, if a wrapper is followed, when that hands it over.
+        """
         self._waiting.append(changes)
         if not self._is_followed:
             self._hand_over(len(self._waiting) - self._streams.read_ahead)
 
     def _settle(self) -> None:
-        """Forgets batches that were not handed over, unless the pass has ended: then the trainer has had them all."""
+        """Forgets batches that were not handed over. If the pass has ended, counts them instead: the trainer has had
+        them all.
+        """
         if any(isinstance(each, int) for each in self._waiting):
             self._hand_over(len(self._waiting))
         self._waiting.clear()

@@ -80,7 +80,8 @@ def save_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
         exclude_frozen_parameters: Leave out parameters that do not require gradients; load with
             `load_module_strict=False` then.
         data: The state of the loader.
-        async_save: Return as soon as training may go on, and write in the background.
+        async_save: Return as soon as training may go on, and write in the background: the handle then raises the errors
+            of the write.
         options: See SaveOptions; their `overwrite` has no effect, since a checkpoint of this tag is always replaced.
         storage_options: For the fsspec backend; never stored.
 
@@ -139,7 +140,8 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
         load_dir: As `save_dir` was.
         tag: That of `latest` if None.
         load_module_strict: Raise for keys that are missing on either side; otherwise load what fits.
-        load_optimizer_states: Load the optimizer, not only counters and the scheduler.
+        load_optimizer_states: Load the state of the optimizer. If False, counters and loss scales are loaded all the
+            same.
         load_lr_scheduler_states: Load the scheduler.
         load_module_only: Load weights alone; the client state is returned all the same.
         custom_load_fn: Not supported: use `bytecheckpoint.load` with `key_map`.
@@ -202,7 +204,7 @@ def _own_client_state(path: str, storage_options: Mapping[str, Any] | None) -> d
     """
     with api.open(path, storage_options=storage_options) as checkpoint:
         if checkpoint.info.format == _OF_DEEPSPEED:
-            return _beside_engine(checkpoint)
+            return _client_state_of_deepspeed(checkpoint)
         if "extra_state" not in checkpoint.manifest.rank_objects:
             return {}
         by_rank = checkpoint.rank_values("extra_state")
@@ -210,7 +212,7 @@ def _own_client_state(path: str, storage_options: Mapping[str, Any] | None) -> d
         return own.get("client_state", {})
 
 
-def _beside_engine(checkpoint: Checkpoint) -> dict[str, Any]:
+def _client_state_of_deepspeed(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns the client state in a checkpoint of DeepSpeed itself, with its tensors on the host."""
     found: dict[str, Any] = {}
     for name, data in checkpoint.manifest.objects.items():
@@ -231,14 +233,16 @@ class _Found(msgspec.Struct):
     has_shared_client_state: bool = False
     """True if all ranks have the same client state, in a checkpoint of this library."""
     has_facts: bool = False
-    """True if it has counters or a scheduler."""
+    """True if the checkpoint has counters, loss scales or a scheduler."""
     globs_of_states: list[str] = []
-    """Patterns of what it has for the optimizer besides counters and the scheduler."""
+    """Patterns of what the checkpoint has for the optimizer besides the facts."""
     globs_of_scheduler: list[str] = []
 
 
 def _find(folder: TrackedFolder, tag: str | int | None) -> _Found:
-    """Returns what a checkpoint holds, by default that of `latest`. Without that file, warns and returns `_Found()`."""
+    """Describes the checkpoint of this tag, or for None that of `latest`; without that file, warns and returns
+    `_Found()`. Raises the errors of `TrackedFolder.open`.
+    """
     name = str(tag) if tag is not None else folder.read(content="the name")
     if name is None:
         logger.warning(
@@ -269,7 +273,7 @@ def _described(name: str, checkpoint: Checkpoint) -> _Found:
 
 
 def _has_optimizer(engine: DeepSpeedEngine) -> bool:
-    """Returns True unless the engine was made without an optimizer: it has a stand-in of DeepSpeed's then."""
+    """Returns False if the engine was made without an optimizer: DeepSpeed then puts a stand-in in its place."""
     optimizer = engine.optimizer
     return isinstance(optimizer, torch.optim.Optimizer) or isinstance(
         getattr(optimizer, "optimizer", None), torch.optim.Optimizer
@@ -286,7 +290,7 @@ class _TrainedEngine(nn.Module):
 
 
 def _trained(module: nn.Module) -> nn.Module:
-    """Returns a module with the values of this one under the same names, without frozen parameters."""
+    """Returns a new module that shares the values of this one, under the same names, except frozen parameters."""
     tree = tree_of(module).walked()  # its state_dict has nothing that hooks add, for which a module has no place
     frozen = {
         join_fqn(name, own)

@@ -61,9 +61,11 @@ class BcpBridgeManager:
     def save(self, ctx: Any, callback_manager: Any | None = None) -> None:
         """Saves at `iter_<step>`, with all ranks together; in the background if the configuration has `async_save`.
 
-        Once it is committed, deletes checkpoints up to this step: all but the newest `most_recent_k`, or all but this
-        one if it is non-persistent. `callback_manager` has no effect. Raises CheckpointMismatchError (conflict) for a
-        non-persistent checkpoint whose type is not `global`, and the errors of `bytecheckpoint.save`.
+        Once this checkpoint is committed, rank 0 deletes older checkpoints in the background: keeps the newest
+        `most_recent_k` persistent ones (all if None or not above 0), and one non-persistent one. Those of later steps
+        stay.
+        `callback_manager` has no effect. Raises CheckpointMismatchError (conflict) for a non-persistent checkpoint
+        whose type is not `global`, and the errors of `bytecheckpoint.save`.
         """
         del callback_manager
         config, train_state = self.config, ctx.state.train_state
@@ -142,9 +144,9 @@ class BcpBridgeManager:
         return train_state.step, train_state.floating_point_operations_so_far
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:  # noqa: FBT001, FBT002 - Bridge's signature
-        """Waits for saves in the background if `blocking` or `terminate`, and for deletions too if `terminate`. Does
-        not raise the error of a save: the next save does, or else it is printed when the process ends, with exit code
-        1.
+        """Waits for saves in the background if `blocking` or `terminate`, and for deletions too if `terminate`; else
+        does nothing. Does not raise the error of a save: the next save does, or else it is printed when the process
+        ends, with exit code 1.
         """
         del state
         if blocking or terminate:
@@ -153,8 +155,8 @@ class BcpBridgeManager:
             folders.wait(self.bcp_options.timeout_s)
 
     def _numbered(self, folder: TrackedFolder) -> NumberedFolders:
-        """Returns the object that manages the checkpoints of a folder, one for all saves of the run. Must be called on
-        rank 0 alone.
+        """Returns the object that manages the checkpoints of a folder, made by the first call for it. Must be called
+        on rank 0 alone.
         """
         if folder.root not in self._folders:
             self._folders[folder.root] = numbered_folders(folder)
@@ -169,16 +171,14 @@ def _random_numbers(ctx: Any) -> RngState:
 
 
 def _reached(found: FoundIteration, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the state of training with the values of the checkpoint; what the checkpoint lacks is as in `state`.
-    Where Megatron-LM's loop has saved it, its arguments have the numbers of samples under the same names.
-    """
+    """Returns the state of training with the values of the checkpoint; what the checkpoint lacks is as in `state`."""
     counts = {"step": found.iteration, "floating_point_operations_so_far": found.num_floating_point_operations_so_far}
-    saved = counts | found.args
+    saved = counts | found.args  # arguments of Megatron-LM's loop have the numbers of samples under the same names
     return {name: torch.tensor(saved.get(name, now.item()), dtype=now.dtype) for name, now in state.items()}
 
 
 def _before(folders: NumberedFolders, step: int, num_kept: int) -> list[NumberedFolder]:
-    """Returns the checkpoints up to this step, without the newest ones that are kept."""
+    """Returns the committed checkpoints up to this step except the newest `num_kept`, oldest first."""
     # Those of later steps, which training has left or has saved meanwhile, do not count: they would push out the newest
     # one.
     return [folder for folder in folders.committed() if folder.number <= step][:-num_kept]

@@ -51,8 +51,8 @@ def report(metrics: dict[str, Any], handle: SaveHandle | None = None, **report_a
         report_arguments: Other arguments of `ray.train.report`, such as `validation`.
 
     Raises:
-        ValueError: The checkpoint is not below the folder of the run, where Ray could not find it again; its path was
-            reported in this run before, and Ray keeps that; or an argument says how to upload it.
+        ValueError: The checkpoint is not below the folder of the run, so that Ray could not find it again; Ray keeps an
+            earlier report of this path; or `report_arguments` says how to upload the checkpoint.
     """
     if handle is None:
         ray.train.report(metrics, **report_arguments)
@@ -127,7 +127,7 @@ class SigtermTorchConfig(TorchConfig):
 
 
 class _SigtermBackend:
-    """Installs the handler in the main threads of the workers."""
+    """Installs a `_WorkerSignal` in the main threads of the workers."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         super().on_start(worker_group, backend_config)  # type: ignore[misc]  # that of Ray's backend
@@ -135,7 +135,7 @@ class _SigtermBackend:
 
 
 class _WorkerSignal:
-    """The handler of SIGTERM in a worker. While there is no WorkerStop, it does what Ray's handler does."""
+    """The handler of SIGTERM in a worker: requests a stop. Without a WorkerStop, it does what Ray's handler does."""
 
     def __init__(self) -> None:
         self.stop: WorkerStop | None = None
@@ -168,7 +168,7 @@ def _url(filesystem: Any, path: str) -> str:
 
 
 def _checkpoint_at(path: str) -> ray.train.Checkpoint:
-    """Returns Ray's object for a checkpoint in the run's own storage. Raises ValueError for any other place."""
+    """Returns Ray's object for a checkpoint below the folder of this run. Raises ValueError for any other place."""
     storage = ray.train.get_context().get_storage()
     in_storage = _SCHEME.sub("", path)
     root = storage.experiment_fs_path
@@ -184,8 +184,8 @@ def _checkpoint_at(path: str) -> ray.train.Checkpoint:
 
 
 def _refuse_repeated(found: ray.train.Checkpoint) -> None:
-    """Raises ValueError if Ray keeps a checkpoint of this path: to delete that one would delete the folder of both.
-    Else notes the path as reported; waits for Ray at the first report, and at a path that is noted.
+    """Raises ValueError if Ray keeps an earlier report of this path: its deletion would delete the folder of both.
+    Else notes the path. Waits until Ray has received all earlier reports, but only if no path or this one is noted.
     """
     # Ray's own list lacks reports that are on their way, and asking for all of it would make each report wait.
     known = _REPORTED.setdefault(ray.train.get_context().get_storage(), set())

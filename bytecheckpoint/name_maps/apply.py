@@ -205,8 +205,9 @@ class _Application:
         )
 
     def _is_of_model(self, name: str) -> bool:
-        """Returns True if a name begins with a prefix of tensors that the map knows, or as the map's own names do; but
-        not for tensors of single ranks, which are named by their content.
+        """Returns True if a tensor that the map does not know belongs to a model: the map knows others below its
+        prefix, or its name begins with the first part of a name of the map. False for tensors of single ranks, which
+        are named by their content.
         """
         if "@" in name.rpartition(".")[2]:
             return False
@@ -222,8 +223,9 @@ class _Application:
         return any(self._matches.get(scales.removesuffix(suffix)) is not None for suffix in SCALE_SUFFIXES)
 
     def _check_known(self, unmapped: Sequence[str], *, is_any_known: bool) -> None:
-        """Refuses a map that knows no name of the checkpoint, or not the `unmapped` names of its model. The caller may
-        keep those, but not the scales of weights that the map knows.
+        """Raises CheckpointMismatchError if the map knows no name of the checkpoint, or if `unmapped` has scales of a
+        weight that the map knows (conflict). For other names in `unmapped` raises it (unexpected_key) unless the caller
+        keeps them.
         """
         if not is_any_known:
             raise refusal(
@@ -276,7 +278,9 @@ class _Application:
             yield numbers, LayerTensor(name, fqn, None if is_one_value else layer, dtype, shape[1:])
 
     def _targets(self, groups: Mapping[_Group, Mapping[int, LayerTensor]]) -> Iterator[WantedTensor]:
-        """Yields the tensors of the other side, and notes what `Mapped` tells of them; layers are stacked."""
+        """Yields the tensors of the other side, stacked where it stacks layers. Notes which of them are parameters, and
+        which are made of aliases.
+        """
         stacks: dict[str, dict[int, TargetTensor]] = {}
         one_values: dict[str, TargetTensor] = {}  # each for all layers
         for (around, rule, numbers), tensors in groups.items():
@@ -322,7 +326,9 @@ class _Application:
         return TargetTensor(dtype, (len(layers), *shape), pieces)
 
     def _apply_rule(self, rule: Rule, tensors: Mapping[int, LayerTensor], *, equal_parts: bool) -> list[TargetTensor]:
-        """Returns the tensors on the other side of the map that the rule makes of these tensors."""
+        """Returns the tensors on the other side of the map that the rule makes of `tensors`. With `equal_parts` each
+        is the first of `tensors`, unchanged.
+        """
         if equal_parts:
             return [unchanged(tensors[min(tensors)])] * len(rule.names[self._target])
         try:
@@ -353,8 +359,8 @@ class _Application:
         return WantedTensor(name, dtype, shape, [CopySource(whole(shape), fqn, whole(shape))])
 
     def _without_repetitions(self, all_tensors: Sequence[WantedTensor]) -> tuple[list[WantedTensor], dict[str, str]]:
-        """Returns the tensors, and the aliases of some: a tensor that is made of an alias, and of the same pieces as
-        one before it, becomes an alias of that one. Raises CheckpointMismatchError (conflict) if two have one name.
+        """Returns the tensors, and aliases by name: a tensor that is made of an alias, and of the same pieces as one
+        before it, becomes an alias of that one. Raises CheckpointMismatchError (conflict) if two have one name.
         """
         tensors: list[WantedTensor] = []
         aliases: dict[str, str] = {}
@@ -375,7 +381,7 @@ class _Application:
 
     def _length(self, pattern: Pattern, dim: int) -> int | None:
         """Returns the length along `dim` of the first tensor that matches, of one layer if layers are stacked; None if
-        none does or it has no `dim`. Values that are one for a whole parameter are no such tensors.
+        no tensor matches or it has no `dim`. Ignores values that are one for a whole parameter.
         """
         for name, match in self._matches.items():
             if match is None or self._map.arounds[match.around].equal_parts:
@@ -386,6 +392,6 @@ class _Application:
         return None
 
     def _count(self, num_pieces: int) -> None:
-        """Counts pieces and refuses too many: a small manifest can claim a tensor of a billion layers."""
+        """Counts pieces, and raises like `refuse_too_many`: a small manifest can claim a tensor of a billion layers."""
         self._num_pieces += num_pieces
         refuse_too_many(self._num_pieces)

@@ -54,7 +54,9 @@ _Numbered = Mapping[str, Mapping[int, str]]
 
 
 def expert_names_of(model_type: str) -> str:
-    """Returns the key in EXPERT_NAMES, or FUSED, for models with this `model_type` in their `config.json`."""
+    """Returns the key in EXPERT_NAMES, or FUSED, for models with this `model_type` in their `config.json`; `qwen2_moe`
+    for a type that is not known.
+    """
     if model_type in _FUSED_TYPES:
         return FUSED
     return "mixtral" if model_type in _MIXTRAL_TYPES else "qwen2_moe"
@@ -70,8 +72,8 @@ def has_experts_to_fuse(manifest: Manifest) -> bool:
 
 
 def packed_weights(described: _Described) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes in memory of weights that files hold in MXFP4, by name. The numbers have four dimensions in
-    files: matrices, columns, blocks of a column, bytes of a block. The scales have the first three.
+    """Returns the shapes in memory of weights that files hold in MXFP4 alone, by name. The numbers have four dimensions
+    in files: matrices, columns, blocks of a column, bytes of a block. The scales have the first three.
     """
     found: dict[str, tuple[int, ...]] = {}
     of_scales, of_numbers = MXFP4_SUFFIXES
@@ -84,7 +86,9 @@ def packed_weights(described: _Described) -> dict[str, tuple[int, ...]]:
 
 
 def with_packed_weights(manifest: Manifest) -> Manifest:
-    """Returns the same checkpoint with each weight that files hold in MXFP4 as a tensor too, without chunks."""
+    """Returns the same checkpoint with each weight that files hold in MXFP4 as a tensor too, without chunks; the
+    manifest itself if there is no such weight.
+    """
     described = manifest.describe_all()
     packed = packed_weights({**described, **{alias: described[fqn] for alias, fqn in manifest.aliases.items()}})
     records = {name: tensor_record("uint8", shape, ()) for name, shape in packed.items()}
@@ -93,7 +97,8 @@ def with_packed_weights(manifest: Manifest) -> Manifest:
 
 
 def with_fused_experts(manifest: Manifest) -> Manifest | None:
-    """Returns the same checkpoint with stacks of all experts of a layer, as in transformers 5, in the same files.
+    """Returns the same checkpoint with stacks of all experts of a layer, as in transformers 5, in the same files. If
+    files hold weights in MXFP4, returns what `with_packed_weights` does, and stacks nothing.
 
     Experts that cannot be stacked stay single. Returns None if none can be, or if two tensors would get one name.
     Raises the errors of `relink`.
@@ -163,8 +168,8 @@ def _layers(described: _Described, block: tuple[int, ...]) -> Iterator[_Layer]:
 def _fit(
     scales: _Numbered, weights: _Numbered, described: _Described, names: ExpertNames, block: tuple[int, ...]
 ) -> bool:
-    """Returns True if each weight has scales, and each scale of the matrices that follow one another in a stack is for
-    a whole block of rows, as many as `block` says or else a power of two: they are blocks of the stack then.
+    """Returns True if each weight has scales, and blocks of rows of gate and up stay blocks in the stack: each scale is
+    for a whole block, of as many rows as `block` says or else of a power of two.
     """
     if scales.keys() != weights.keys() or any(scales[matrix].keys() != weights[matrix].keys() for matrix in weights):
         return False
@@ -174,6 +179,8 @@ def _fit(
     is_needed = any(length.bit_count() > 1 for length in block)  # else the shapes tell as much
 
     def are_whole(rows: int, of_scales: int) -> bool:
+        if not of_scales:
+            return not rows
         length = block[0] if is_needed and of_scales == -(-rows // block[0]) else rows // of_scales
         return rows == length * of_scales and (length in block[:1] or length.bit_count() == 1)
 
@@ -181,8 +188,8 @@ def _fit(
 
 
 def _stacks(names: ExpertNames, matrices: _Numbered, described: _Described) -> dict[str, list[list[str]]] | None:
-    """Returns, by the name of each stack in memory, a list by expert: the stored tensors that the part of this expert
-    consists of, in order. Returns None if they cannot be stacked.
+    """Returns, by the name of each stack in memory, for each expert the names of the stored tensors that its part of
+    the stack consists of, in order. Returns None if the matrices cannot be stacked.
     """
     if names.up not in matrices or names.down not in matrices:
         return None

@@ -53,7 +53,9 @@ def _directions(path: Path) -> tuple[str, str]:
 
 
 def choose(name: str) -> DirectedMap:
-    """Reads the map of this name, or at this path. Raises CheckpointMismatchError (conflict)."""
+    """Reads the map of this name, or at this path. Raises CheckpointMismatchError (conflict) if there is none, or if it
+    has an error.
+    """
     for path in _FOLDER.glob("*.toml"):
         if name in _directions(path):
             return DirectedMap(parse_map(path.read_text("utf-8"), name), _directions(path).index(name))
@@ -105,7 +107,7 @@ def as_state(mapped: Mapped, objects: Mapping[str, bytes]) -> Mapped:
 
 
 def as_mapped(manifest: Manifest, mapped: Mapped, objects: Mapping[str, bytes]) -> Manifest:
-    """Returns the manifest with these tensors and plain data. Raises the errors of `relink`."""
+    """Returns the manifest with these tensors and plain data in place of its own. Raises the errors of `relink`."""
     relinked = relink(manifest, mapped.tensors)
     return replace(
         manifest,

@@ -96,8 +96,8 @@ class Translation(NamedTuple):
     """By rule, the number of layers in tensors that hold all layers."""
 
     def translate(self, fqn: str) -> tuple[str, ...]:
-        """Returns all names that the other side has for a name, several if the tensor is split there; none if the map
-        does not know it.
+        """Returns all names that the other side has for a name, several if the tensor is split there; an empty tuple if
+        the map does not know it.
         """
         match = self.names.find(fqn)
         if match is None:

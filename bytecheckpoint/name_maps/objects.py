@@ -51,9 +51,9 @@ class _ObjectRenaming:
         self.left_out: dict[str, str] = {}
 
     def rename(self, tree: Any, fqn: str) -> Any:
-        """Returns the tree at an FQN, with the new names in optimizers, and without what the map drops and references
-        to tensors that have other names now. Looks into dicts only. Returns the same object if nothing changes,
-        _LEFT_OUT if nothing remains.
+        """Returns the tree at an FQN, with the new names in optimizers, without what the map drops, and without
+        references to tensors that have other names now. Looks into dicts only. Returns the same object if nothing
+        changes, _LEFT_OUT if nothing remains. Notes in `left_out` what the map drops and optimizers that are left out.
         """
         if isinstance(tree, TensorRef):
             return _LEFT_OUT if tree.fqn in self._renamed else tree
@@ -108,8 +108,8 @@ class _ObjectRenaming:
         return self._mapped.translation.translate(fqn) or (fqn,)
 
     def _state(self, state: Mapping[str, Any], new: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-        """Returns the plain values of parameters by their new names. Parameters that become one must have equal
-        values.
+        """Returns the plain values of parameters by their new names. Raises _NotRenamedError if parameters that become
+        one have different values.
         """
         found: dict[str, Any] = {}
         for old, values in state.items():
@@ -122,7 +122,7 @@ class _ObjectRenaming:
         return found
 
     def _refuse_left_behind(self, fqn: str, renamed: set[str]) -> None:
-        """Raises if a parameter is renamed and its state is not."""
+        """Raises _NotRenamedError if a parameter is in `renamed`, and the map does not rename its state."""
         prefix = join_fqn(fqn, "state.")
         for name in (name for name in self._mapped.others if name.startswith(prefix)):
             parameter = name.removeprefix(prefix)
@@ -150,7 +150,7 @@ def _merge_groups(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[
 
 
 def _refuse_differing(group: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Refuses two groups that have parts of one parameter but differ in hyperparameters."""
+    """Raises _NotRenamedError if two groups that have parts of one parameter differ in hyperparameters."""
     name = next(name for name in group["params"] if name in other["params"])
     a, b = group.get("values", {}), other.get("values", {})
     keys = [key for key in {**a, **b} if key not in a or key not in b or not same_value(a[key], b[key])]

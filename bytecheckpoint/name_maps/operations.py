@@ -44,7 +44,7 @@ class TargetTensor(NamedTuple):
 
 
 def in_stack(region: Region, index: int) -> Region:
-    """Returns the region of a tensor in a stack of such tensors."""
+    """Returns the region of a stack that a region of its tensor number `index` takes."""
     return Region((index, *region.offsets), (1, *region.lengths))
 
 
@@ -55,9 +55,8 @@ def unchanged(tensor: LayerTensor) -> TargetTensor:
 
 
 def padded(padding: Padding, tensor: LayerTensor, side: str, options: Options) -> TargetTensor:
-    """Returns a tensor, which is of `side`, with as many rows as on the other: without padding, or with rows of zeros.
-
-    Raises ValueError if its rows do not fit.
+    """Returns the other side's tensor for one of `side`: without its padding if `side` has the padding, else with rows
+    of zeros added. Raises ValueError if the number of rows does not fit.
     """
     all_of_it = whole(tensor.shape)
     num_rows = _num_rows(tensor)

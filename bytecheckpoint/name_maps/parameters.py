@@ -115,8 +115,8 @@ class Options:
         )
 
     def variant(self, side: int) -> int:
-        """Returns the number of the variant of this side's names that is written. Raises CheckpointMismatchError
-        (conflict) if the user asks for one that the side does not have.
+        """Returns the index of the variant of names to write on this side: the user's choice, or else 0. Raises
+        CheckpointMismatchError (conflict) if the user asks for one that the side does not have.
         """
         names = self._map.variants[side]
         chosen = self._given.get(VARIANT, names[0] if names else None)
@@ -129,8 +129,8 @@ class Options:
         return names.index(str(chosen))
 
     def stacked(self, side: int) -> str:
-        """Returns the field for which tensors of this side are written as one; "" if there is none, or the user wants
-        none. Raises CheckpointMismatchError (conflict) if the user asks for it and there is none.
+        """Returns the field, such as `layer`, whose tensors are written as one on this side; "" if there is none, or
+        the user wants none. Raises CheckpointMismatchError (conflict) if the user asks for it and there is none.
         """
         chosen = self._given.get(STACKED, _YES if self._map.stacked[side] else _NO)
         if chosen not in {_YES, _NO}:
@@ -161,8 +161,8 @@ def refusal(
 
 
 def parse_options(texts: Iterable[str]) -> dict[str, int | str]:
-    """Parses options of a command: `heads=32`. Raises ValueError for text without a name or a value, and for
-    a name that is given twice.
+    """Parses options of a command: `heads=32`. Values of digits become integers. Raises ValueError for text without a
+    name or a value, and for a name that is given twice.
     """
     options: dict[str, int | str] = {}
     for text in texts:

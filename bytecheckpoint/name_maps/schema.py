@@ -308,7 +308,7 @@ class _Parser:
         return (patterns,)
 
     def _refuse_repeated(self, rules: Sequence[Rule]) -> None:
-        """Refuses names that two rules have on one side."""
+        """Raises CheckpointMismatchError (conflict) for a name that two rules have on one side."""
         for side in (0, 1):
             seen: dict[Pattern, str] = {}
             for rule in rules:

@@ -20,11 +20,38 @@ class WorkerState:
     offset: int
 
 
+@dataclass
+class SavableDataLoaderState:
+    """The state of all workers of a rank, as Energon has it."""
+
+    worker_states: list[WorkerState]
+    next_worker_id: int
+    micro_batch_size: int | None
+
+
+class Loader:
+    """A loader without workers of which no sample is read."""
+
+    num_workers = 0
+    worker_config = SimpleNamespace(rank=0, world_size=1)
+    _next_worker_id, _global_sample_idx, _worker_sample_counters = 0, 0, (0,)
+
+    def __init__(self) -> None:
+        self._state = SavableDataLoaderState([WorkerState(0)], 0, None)
+
+    def save_state_rank(self) -> SavableDataLoaderState:
+        return self._state
+
+    def restore_state_rank(self, state: SavableDataLoaderState) -> None:
+        self._state = state
+
+
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     found = ModuleType("megatron.energon.savable_loader")
-    found.WorkerState = WorkerState  # type: ignore[attr-defined]
-    monkeypatch.setattr(WorkerState, "__module__", found.__name__)
+    for record in (WorkerState, SavableDataLoaderState):
+        setattr(found, record.__name__, record)
+        monkeypatch.setattr(record, "__module__", found.__name__)
     monkeypatch.setitem(sys.modules, found.__name__, found)
     return found
 
@@ -46,3 +73,12 @@ def test_a_state_of_another_kind_of_loader_is_refused(shared: Any) -> None:
     loader = EnergonLoader(SimpleNamespace(num_workers=1))
     with pytest.raises(CheckpointMismatchError, match="is not that of a loader of Energon"):
         loader.check_streams({}, shared)
+
+
+def test_the_state_after_a_load_is_the_loaded_one_also_before_the_first_sample(module: ModuleType) -> None:
+    """The state from before the load was saved, if it had been asked for: training began anew from it."""
+    loader = EnergonLoader(Loader())
+    shared = loader.shared_state()
+    loaded = {"worker": to_tree(WorkerState(7))}
+    loader.load_streams({"worker_0": loaded}, shared)
+    assert loader.stream_state("worker_0") == loaded

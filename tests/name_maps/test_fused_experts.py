@@ -90,6 +90,12 @@ def test_experts_of_several_dtypes_are_left_as_they_are():
     assert with_fused_experts(manifest_of(QWEN, {name: "float8_e4m3fn"})) is None
 
 
+def test_experts_whose_scales_are_empty_are_left_as_they_are():
+    """A damaged file raised ZeroDivisionError."""
+    scales = {f"{name}_scale_inv": (0, 1) for name in QWEN}
+    assert with_fused_experts(manifest_of(QWEN | scales)) is None
+
+
 @pytest.mark.parametrize(
     ("shapes", "taken"),
     [(QWEN, "model.layers.0.mlp.experts.gate_up_proj"), (MIXTRAL, "model.layers.0.mlp.gate.weight")],

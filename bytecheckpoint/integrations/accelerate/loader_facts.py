@@ -23,7 +23,7 @@ def order_of(loader: Any) -> dict[str, Any]:
 
 
 def set_sampling(loader: Any, order: Mapping[str, Any]) -> None:
-    """Sets what the loader's sampler draws from: the seed or the generator of an `order_of`, and not its `rng`."""
+    """Sets what the loader's sampler draws from, to the `seed` or the `generator` of an `order_of`; ignores `rng`."""
     sampler, generator = sampler_of(loader), generator_of(loader)
     if isinstance(sampler, SeedableRandomSampler):
         if order.get("seed") is not None:
@@ -65,8 +65,8 @@ def sampler_of(loader: Any) -> Any:
 
 
 def is_of_torchdata(loader: Any) -> bool:
-    """Returns True if torchdata's StatefulDataLoader reads for this loader. The others have state_dict() too, and no
-    position in it.
+    """Returns True if torchdata's StatefulDataLoader reads for this loader. Other loaders of accelerate have a
+    state_dict() too, but no position in it.
     """
     return bool(getattr(loader, "use_stateful_dataloader", False))
 
@@ -100,8 +100,8 @@ def global_batch(loader: Any, num_ranks: int) -> int | None:
 
 
 def batches_per_skip(loader: Any, num_ranks: int) -> int:
-    """Returns how much `accelerator.skip_first_batches` needs for each batch that a rank is to skip: where rank 0 reads
-    the batches of all ranks, it skips those that rank 0 reads, but for an iterable dataset.
+    """Returns the count that `accelerator.skip_first_batches` needs for each batch that a rank is to skip: 1, or
+    `num_ranks` where rank 0 reads the batches of all ranks, unless the dataset is iterable.
     """
     reads_for_all = isinstance(loader, DataLoaderDispatcher) and not loader.split_batches
     return num_ranks if reads_for_all and not isinstance(loader.dataset, IterableDataset) else 1

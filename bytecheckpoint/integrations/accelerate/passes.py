@@ -60,7 +60,7 @@ class LoaderPass:
     """True if the trainer left the loop before its end."""
 
     def has_ended(self) -> bool:
-        """Returns True if no batch will follow; in the loop too, as accelerate reads one batch ahead."""
+        """Returns True if no batch will follow; already in the loop at the last batch, as accelerate reads ahead."""
         return self.is_over or bool(getattr(self.loader(), "end_of_dataloader", False))
 
 
@@ -88,7 +88,8 @@ RESUMES: MutableMapping[Any, ResumedPass] = weakref.WeakKeyDictionary()
 
 class _SamplingNoted:
     """Replaces the sampler of a loader while a pass begins. The first iteration over a sampler draws the order of the
-    pass; this notes the generators then or, for a resumed pass, draws with those noted and puts the process's back.
+    pass; this notes the generators at that time. For a resumed pass it draws with the noted generators instead, and
+    then puts the random state of the process back.
 
     The states at the call of the loader's `__iter__` may be others: torchdata's loader makes its first iterator, and
     draws, before that.
@@ -175,9 +176,9 @@ def _wrap_fetch(cls: Any) -> None:
     original = cls._fetch_batches
 
     def note_state(loader: Any, iterator: Any) -> Any:
-        """Fetches the batches of all ranks, and keeps the state that torchdata's loader had before them. accelerate
-        keeps that before the last of them, and takes the others off its counts: too many if a batch is split, and none
-        off the states of workers and datasets.
+        """Fetches the batches of all ranks, and sets `dl_state_dict` to the state of torchdata's loader before them.
+        accelerate takes the state before the last of them, and subtracts the others from its counts: too many if a
+        batch is split, and nothing from the states of workers and datasets.
         """
         if loader.state.process_index != 0 or not is_of_torchdata(loader):
             return original(loader, iterator)
@@ -190,7 +191,7 @@ def _wrap_fetch(cls: Any) -> None:
 
 
 def _iterated(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
-    """Yields the batches of a pass, and notes them in PASSES; the pass begins as RESUMES says."""
+    """Yields the batches of a pass, which begins as RESUMES says, and notes in PASSES how far the trainer is."""
     core = core_of(loader)
     resume = RESUMES.pop(core, None)
     restore = _begin_resumed(loader, resume) if resume is not None else None
@@ -235,8 +236,8 @@ def _begin_resumed(loader: Any, resume: ResumedPass) -> Callable[[], None]:
         loader.skip_batches = resume.num_to_skip
 
     def on_first_batch() -> None:
-        """Ends the skipping, which is for one pass. Then sets the random state to the loaded one if there is a
-        `restore_rng`, else to the state that the saved order had replaced.
+        """Ends the skipping, which is for one pass. Then calls `restore_rng` if there is one; else puts back the random
+        state that the saved order has replaced, if it has.
         """
         if is_own and resume.num_to_skip:
             loader.skip_batches = 0

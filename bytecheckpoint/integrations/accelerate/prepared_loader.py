@@ -90,13 +90,14 @@ class PreparedLoader:
             )
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Keeps the state for `go_on`."""
+        """Stores the state for `go_on`, and does not change the loader yet."""
         self._loaded_state = streams, shared
 
     def go_on(self, name: str, restore_rng: Callable[[], object] | None) -> None:
-        """Brings the loader to the position that was loaded; does nothing if `include` or `exclude` left it out. All
-        ranks call it, as it broadcasts the order of a checkpoint of another number of ranks. Some of this is done when
-        the next pass begins; `restore_rng` is called when that pass has given its first batch.
+        """Brings the loader to the position that was loaded, or to the start of the saved epoch, with a warning, if it
+        has no state. Does nothing if `include` or `exclude` left it out. All ranks call it, as it broadcasts the order
+        of a checkpoint of another number of ranks. Some of this is done when the next pass begins; `restore_rng` is
+        called when that pass has given its first batch.
         """
         if self._loaded_state is None:  # left out by `include` or `exclude`
             return
@@ -175,7 +176,7 @@ def current_loader(accelerator: Any) -> Any:
 
 
 def restore_after_first_batch(loader: Any, restore_rng: Callable[[], object]) -> None:
-    """Calls `restore_rng` when the next pass over a loader of `bcp.data.Streams` has given its first batch."""
+    """Makes the next pass over a loader of `bcp.data.Streams` call `restore_rng` once it has given its first batch."""
     RESUMES[core_of(loader)] = ResumedPass(weakref.ref(loader), {"batches": 0}, restore_rng)
 
 

@@ -183,8 +183,8 @@ def _state_of(accelerator: Any, models: Mapping[int, Any], *, loads: bool) -> di
 
 
 def _parameters_named(accelerator: Any, models: Mapping[int, Any]) -> AbstractContextManager[None]:
-    """Gives the optimizers, in the block, the names of the parameters of all models that are not in `models`: a hook
-    saves and loads these, so no module of the state names them.
+    """Returns a context in which the optimizers know the names of parameters of all models that are not in `models`: a
+    hook saves and loads these, so no module of the state names them.
     """
     taken = {
         _numbered("model", number): each for number, each in enumerate(accelerator._models) if number not in models
@@ -231,7 +231,8 @@ def _models_to_save(accelerator: Any, path: str, decisions: Decisions) -> dict[i
 
 def _models_to_load(accelerator: Any, path: str, decisions: Decisions) -> dict[int, Any]:
     """Runs the hooks that accelerate runs before a load, and returns the models that no hook took away, by number: a
-    hook loads those that it takes. An error of a hook on any rank is raised by all.
+    hook loads those that it takes. Raises on all ranks the error of a hook on any, and first of all
+    CheckpointMismatchError (conflict) for a folder that accelerate itself has written.
     """
     models = dict(enumerate(accelerator._models))
     left = [] if accelerator.distributed_type == DistributedType.FSDP else list(models.values())

@@ -275,7 +275,7 @@ def _place(
     checkpoint_id: PathLike | None,
     storage_options: Mapping[str, Any] | None,
 ) -> LoadTarget:
-    """Returns the place of a checkpoint, from arguments and a plug-in.
+    """Returns the place of a checkpoint; what the arguments do not say is taken from the plug-in.
 
     Raises CheckpointMismatchError (conflict) for a plug-in of another class, or if neither names a place.
     """
@@ -301,7 +301,7 @@ def _save_options(
     writer say. Without a keyword `overwrite`, that option is True.
 
     Raises CheckpointMismatchError (conflict) for a planner other than None or a DefaultSavePlanner, and ValueError for
-    another `on_conflict`: before a state_dict(), which may gather a whole model, is asked for.
+    an unknown `on_conflict`. Callers call it before a state_dict(), which may gather a whole model.
     """
     if planner is not None:
         refuse_other(DefaultSavePlanner, planner, SAVE_PLANNER_ADVICE)
@@ -327,7 +327,7 @@ def _ranks_of(
 
 
 def _metadata_of(saved: LoadTarget, process_group: dist.ProcessGroup | None, *, timeout_s: float) -> Metadata:
-    """Returns a checkpoint that was just committed as DCP describes it; read by one rank for all."""
+    """Returns DCP's Metadata for a committed checkpoint. All ranks call this together, and one reads for all."""
     about = Subject(saved.root, None, is_save=True)
     ranks = join_ranks(process_group, timeout_s, about=about)
     with together(ranks, "reading what was saved", about=about):
@@ -337,13 +337,13 @@ def _metadata_of(saved: LoadTarget, process_group: dist.ProcessGroup | None, *, 
 
 
 def _shown(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the state with what state_dict() gives in place of each value that `_is_asked`, which modules and
-    optimizers are not. All ranks ask in the same order, because a state_dict() may use collectives.
+    """Returns the state, sorted by key, with the result of state_dict() in place of each value that `_is_asked`. All
+    ranks call them in this order, because a state_dict() may use collectives.
     """
     keys = sorted(state_dict, key=str)
     return {key: state_dict[key].state_dict() if _is_asked(state_dict[key]) else state_dict[key] for key in keys}
 
 
 def _is_asked(value: object) -> bool:
-    """Returns True for a Stateful value that is saved as what its state_dict() gives."""
+    """Returns True for Stateful values that are saved as their state_dict(): not for modules and optimizers."""
     return isinstance(value, Stateful) and not isinstance(value, nn.Module | Optimizer | RankLocal | RngState)

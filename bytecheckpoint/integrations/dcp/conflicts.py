@@ -81,7 +81,7 @@ class _Values:
                 self._add(fqn, leaf)
 
     def _add(self, fqn: str, leaf: Any) -> None:
-        """Notes a value that is to be compared. Large and sharded tensors and live objects are not."""
+        """Notes a value for the comparison. Leaves out large tensors, sharded tensors and live objects."""
         if isinstance(leaf, torch.Tensor):
             if _is_compared(leaf):
                 self._plain[fqn] = f"{leaf.dtype} {list(leaf.shape)}".encode()
@@ -114,7 +114,7 @@ def _is_compared(tensor: torch.Tensor) -> bool:
 
 
 def _if_compared(_fqn: str, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns the tensor if its content is compared; None for others, of which only the name is."""
+    """Returns the tensor if its content is compared; None if only its name is."""
     return tensor if _is_compared(tensor) else None
 
 
@@ -135,7 +135,9 @@ def _names_that_differ(payloads: Sequence[bytes]) -> bytes:
 
 
 def _parts(value: Any, fqn: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of a value, each with its FQN. Takes dicts apart, and lists only if they hold tensors."""
+    """Yields the leaves of a value, each with its FQN. Takes dicts apart, and lists only if they hold tensors. Raises
+    CheckpointSaveError for more than `depth` levels.
+    """
     items = _items(value, fqn)
     if items is None:
         yield fqn, value

@@ -76,7 +76,7 @@ def flattened(manifest: Manifest, path: str, *, rank: int) -> FlatCheckpoint:
 
 
 def _replaced(value: Any, kind: type, replace_one: Callable[[Any], Any]) -> Any:
-    """Returns a copy of the value with something else in place of everything of one kind in it."""
+    """Returns a copy of the value with `replace_one(item)` in place of each item of this kind in it."""
     if isinstance(value, kind):
         return replace_one(value)
     if isinstance(value, dict):
@@ -168,7 +168,7 @@ class BcpStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Adds the number of ranks that take part to the plans, since DCP does not tell it to its writers otherwise."""
+        """Returns copies of the plans with the number of ranks, which DCP does not tell its writers, as their data."""
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -223,8 +223,8 @@ def begin_save(
     on_conflict: OnConflict,
     is_async: bool,
 ) -> SaveHandle:
-    """Saves a state whose Stateful values were replaced by their state_dict(). Values that differ between ranks are
-    saved for each rank, or refused, as `on_conflict` says.
+    """Saves a state whose Stateful values were replaced by their state_dict(), in the background if `is_async`. Values
+    that differ between ranks are saved for each rank, or refused, as `on_conflict` says.
     """
     timeout_s = options.timeout_s
     kept = mark_differing(
@@ -292,7 +292,8 @@ class BcpStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fills the tensors that the planner resolves, with reads merged as in a load, and gives it plain data.
+        """Fills the tensors that the planner resolves, with reads merged as in a load, and sets plain data in the
+        planner's state. The returned future is done.
 
         Raises the errors of a load, and CheckpointMismatchError (conflict) for a planner that wants plain data pickled.
         """
@@ -349,8 +350,8 @@ def _ends(region: Region) -> list[int]:
 
 
 def _hand_over(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
-    """Does what DefaultLoadPlanner does with a pickle of the value, without the pickle. Raises CheckpointMismatchError
-    (conflict) for a planner with another `load_bytes`.
+    """Sets a plain value in the planner's state, as DefaultLoadPlanner does from a pickle. Raises
+    CheckpointMismatchError (conflict) for a planner with another `load_bytes`.
     """
     if not isinstance(planner, DefaultLoadPlanner) or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
         name = f"{type(planner).__module__}.{type(planner).__qualname__}"

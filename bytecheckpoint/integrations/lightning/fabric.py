@@ -27,8 +27,8 @@ class BcpFabricMixin(Strategy):
     """Makes a strategy of Fabric save and load with this library: `class Mine(BcpFabricMixin, Theirs)`.
 
     Args:
-        async_save: Write in the background. The strategy waits before its next save and load, and the program before
-            its end.
+        async_save: Write in the background. The strategy waits for a save before its next save or load, and the
+            program before it ends.
         options: See SaveOptions. Their `overwrite` has no effect: a checkpoint that is at the path is always replaced.
         storage_options: For the fsspec backend.
     """
@@ -124,8 +124,8 @@ class BcpFabricFSDPStrategy(BcpFabricMixin, FSDPStrategy):
 
 
 def _filtered(name: str, value: Any, chooses: Callable[[str, Any], bool] | None) -> Any:
-    """Returns what a filter leaves of a module, or the value itself if there is no filter. Raises
-    CheckpointMismatchError (conflict) for a filter of something else, or of a module under FSDP1.
+    """Returns a module with the tensors for which `chooses` returns True; the value itself if `chooses` is None. Raises
+    CheckpointMismatchError (conflict) if the value is no module, or one under FSDP1.
     """
     if chooses is None:
         return value

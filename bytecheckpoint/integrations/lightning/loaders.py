@@ -22,8 +22,8 @@ logger = logging.getLogger("bytecheckpoint")
 
 
 def count_batches_anew(trainer: Any) -> None:
-    """Makes the batches of an epoch count from 0 where the checkpoint was saved after the last batch of the one before.
-    Lightning does this only if the loader has a length. Call it before the first epoch.
+    """Sets the count of batches in the epoch to 0 if the checkpoint was saved after the last batch of an epoch. Does
+    nothing if the loader has a length: Lightning does it then. Call it before the first epoch.
     """
     loop = trainer.fit_loop.epoch_loop
     has_length = trainer.num_training_batches != float("inf")
@@ -56,16 +56,16 @@ class TrainLoaders:
     def load_later(
         self, found: ChosenCheckpoint, storage_options: Mapping[str, Any] | None, *, timeout_s: float
     ) -> None:
-        """Notes the checkpoint, so that `add` loads the state of each loader once Lightning has made it. Loads nothing
-        now.
-        """
+        """Notes the checkpoint, from which `add` then loads the state of each loader. Forgets an earlier one."""
         num_loaders = int(found.metadata.get("num_loaders", 0))
         self._ended = found.metadata.get("ended_loaders", [])
         self._stop_waiting()
         self._waiting = LoadLater(found.path, num_loaders, storage_options, timeout_s) if num_loaders else None
 
     def when_loaded(self, path: str, remove: Callable[[], None]) -> None:
-        """Calls `remove`, which removes the checkpoint at the path: now, or once the loaders that it is to fill are."""
+        """Calls `remove`, which removes the checkpoint at the path: now, or, if loaders are to be filled from it, once
+        `add` has filled them or training does not need it any more.
+        """
         if self._waiting is not None and self._waiting.path == path:
             self._once_loaded.append(remove)  # a search for the learning rate removes it before its loaders are made
         else:
@@ -118,15 +118,17 @@ class TrainLoaders:
         return {"data": {str(number): state for number, state in enumerate(self.states)}} if self.states else {}
 
     def ended(self, fetcher: Any) -> list[bool]:
-        """Returns which loaders of a CombinedLoader have ended a pass in this epoch, and are in another; an empty list
-        if it begins no other within an epoch.
+        """Returns for each loader of a CombinedLoader whether it has ended a pass in this epoch and begun another; an
+        empty list between epochs, or if its loaders make only one pass in an epoch.
         """
         if fetcher is None or fetcher.done or fetcher._combined_loader is None:
             return []
         return list(getattr(fetcher._combined_loader._iterator, "_consumed", []))
 
     def go_on_from_ended(self, fetcher: Any) -> None:
-        """Tells a CombinedLoader which loaders have ended a pass in the resumed epoch: it ends with the last one."""
+        """Tells a CombinedLoader which loaders had ended a pass when the checkpoint was saved: the epoch ends once all
+        have.
+        """
         iterator: Any = getattr(fetcher._combined_loader, "_iterator", None)
         now = getattr(iterator, "_consumed", [])
         if len(now) == len(self._ended) > 0:
@@ -135,7 +137,8 @@ class TrainLoaders:
 
     def check_read_ahead(self, fetcher: Any) -> None:
         """Raises CheckpointMismatchError (conflict) if Lightning reads another number of batches ahead of the step than
-        the `read_ahead` of the streams; warns if the checkpoint has more loaders than this run.
+        the `read_ahead` of the streams. Warns if the checkpoint has more loaders than this run; their states stay
+        unread.
         """
         if self._waiting is not None:
             logger.warning("the checkpoint has more train loaders than this run with a state (%d)", len(self.states))

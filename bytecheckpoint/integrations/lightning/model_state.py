@@ -25,7 +25,7 @@ def module_or_part(module: nn.Module, shown: Mapping[str, Any], left: Mapping[st
 
 
 def is_same(value: Any, shown: Mapping[str, Any]) -> bool:
-    """Returns True if `value` has the same tensors under the same names as `shown`: a hook has stored the state_dict
-    that it was shown under another key of the checkpoint.
+    """Returns True if `value` is a dict of the very tensors of `shown` under the same names: a hook has then stored the
+    state_dict that it was shown under another key of the checkpoint.
     """
     return isinstance(value, dict) and value.keys() == shown.keys() and all(value[key] is shown[key] for key in shown)

@@ -164,8 +164,9 @@ def _may_open(path: str, storage_options: Mapping[str, Any] | None) -> bool:
 
 
 def drop_gone_paths(trainer: Trainer, callbacks: dict[str, Any], loaded: str, lasting: list[str]) -> None:
-    """Removes paths that are not in `lasting` from the states of callbacks, in place. If `loaded` is a callback's last
-    checkpoint, sets its `last_model_path`, which the state in a copy of another checkpoint does not name.
+    """Removes paths that are not in `lasting` from the states of callbacks, in place. If `loaded` has the name of a
+    callback's last checkpoint, sets `last_model_path` of the state to it: the state may be that of another path, of
+    which `loaded` is a copy.
     """
     for callback in _model_checkpoints(trainer):
         state = callbacks.get(callback.state_key)
@@ -201,11 +202,12 @@ def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
 
 
 def take_place(trainer: Trainer, path: str, storage_options: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Lets the path of a save exist from now on. Returns the path of a checkpoint to copy there instead, and the name
-    of a placeholder below the path to remove after the commit; empty texts if there is none. Removes a link at the
-    path, unless a copy is to take its place.
+    """Creates the folder of a save, or a placeholder object below a URL, before the save begins: a callback links to
+    the path, and another callback takes the same path while nothing is there. Removes a link at the path, unless a copy
+    is to take its place.
 
-    A callback puts a link beside the path, and another one takes the same name while nothing is there.
+    Returns the path of a checkpoint to copy there in place of a save, and the name of the placeholder, to remove after
+    the commit; each is an empty text if there is none.
     """
     source = _saved_just_before(trainer, path)
     if not is_plain_path(path):
@@ -219,7 +221,7 @@ def take_place(trainer: Trainer, path: str, storage_options: Mapping[str, Any] |
 
 def _placeholder(trainer: Trainer, url: str, storage_options: Mapping[str, Any] | None) -> str:
     """Creates an object below the URL, because object stores have no empty folders, and returns its name; an empty
-    text, with a warning, if it cannot be created. If a killed job leaves it, it is garbage.
+    text, with a warning, if it cannot be created. `bcp gc` finds it if a killed job leaves it.
     """
     name = temporary_name("placeholder")
     for callback in _model_checkpoints(trainer):

@@ -84,8 +84,8 @@ class SaveInFlight:
         self._after_commit(remove)
 
     def remove_object(self, path: str, name: str, storage_options: Mapping[str, Any] | None) -> None:
-        """Removes the object of this name below a path, when `remove` would. Rank 0 calls it. If that fails, nothing is
-        raised, and `bcp gc` finds it.
+        """Removes the object of this name below a path, at the time at which `remove` removes a checkpoint. Rank 0
+        calls it. If the removal fails, nothing is raised, and `bcp gc` finds the object.
         """
 
         def remove() -> None:
@@ -99,9 +99,10 @@ class SaveInFlight:
 
         Args:
             timeout_s: Seconds to wait for other ranks.
-            wait_s: Seconds to wait for the save, and as many for its copies; for as long as they take if None.
+            wait_s: Seconds to wait for the save, and as many for its copies; None waits for as long as they take.
 
-        Raises the error of the save or of a copy, on all ranks; TimeoutError if the save has not ended after `wait_s`.
+        Raises the error of the save or of a copy, on all ranks; TimeoutError if the save has not ended after `wait_s`:
+        the next call waits for it again.
         """
         handle, self._handle = self._handle, None
         work, self._work = self._work, []
@@ -132,8 +133,8 @@ class SaveInFlight:
             self._worker = None
 
     def _after_commit(self, act: Callable[[], None]) -> None:
-        """Calls `act` unless the save in flight has failed: at once if there is none or it has ended, else as
-        `_submit`.
+        """Calls `act` unless the save in flight has failed: at once if there is none, or if it has ended and no work of
+        it waits; else as `_submit`.
         """
         handle = self._handle
         if handle is None or (handle.done() and not self._work):

@@ -294,8 +294,8 @@ class BcpStrategyMixin(Strategy):
         return loader
 
     def on_train_start(self) -> None:
-        """Begins to handle signals. Raises CheckpointMismatchError (conflict) if Lightning reads a loader ahead by
-        another number of batches than the `read_ahead` of its Streams.
+        """Prepares a resumed epoch, and begins to handle signals. Raises CheckpointMismatchError (conflict) if
+        Lightning reads a loader ahead by another number of batches than the `read_ahead` of its Streams.
         """
         super().on_train_start()
         trainer, fetcher = self._bcp_trainer(), self._bcp_trainer().fit_loop._data_fetcher

@@ -51,7 +51,7 @@ class FoundIteration(msgspec.Struct):
 
 
 def find(args: Namespace, root: str | os.PathLike[str] | None, reach: TrackedFolder) -> FoundIteration:
-    """Chooses the checkpoint, on rank 0. All folders are opened as `reach` says, whose own root is not used. Without
+    """Chooses the checkpoint to load, on rank 0. `reach` has the options for the storage; its root is not used. Without
     any checkpoint, returns an empty path with a warning, or raises CheckpointNotFoundError, as Megatron's arguments
     say.
 
@@ -107,7 +107,9 @@ def _folders(args: Namespace, root: str | None, reach: TrackedFolder) -> list[Tr
 
 
 def _described(folder: TrackedFolder, name: str) -> FoundIteration:
-    """Opens a checkpoint and says what it holds; one that is not read here counts as Megatron's own."""
+    """Returns what a checkpoint holds; one that this library did not save counts as Megatron's own. Raises
+    CheckpointNotFoundError if none is committed under this name, and the error of a damaged one of this library.
+    """
     path = folder.path_of(name)
     try:
         checkpoint = folder.open(name, about=folder.shown(name), advice=". Choose one of them with --ckpt-step")
@@ -153,8 +155,8 @@ class ReplacedCheckpoints:
             self._replaced.add(int(text))
 
     def going(self, iteration: int, interval: int) -> list[NumberedFolder]:
-        """Returns the checkpoints that are noted as replaced, except that of `iteration` and those at multiples of
-        `interval`; with 0, no multiple is excepted. Forgets multiples, and checkpoints that are gone or damaged.
+        """Returns the checkpoints that are noted as replaced, except those of `iteration`, of 0 and of multiples of
+        `interval`; an `interval` of 0 excepts no multiple. Forgets multiples, and checkpoints that are gone or damaged.
         """
         going = []
         for number in sorted(self._replaced - {0, iteration}):

@@ -32,7 +32,7 @@ def _plain_argument(value: Any) -> Any:
 
 
 def without_classes(value: Any) -> Any:
-    """Returns a tree of dicts, lists, tuples, tensors and plain data; enums and named tuples become dicts."""
+    """Returns the tree with its enums and named tuples replaced by dicts, which `with_classes` turns back."""
     if isinstance(value, enum.Enum):
         return {_CLASS: type(value).__name__, _ITEMS: [value.value]}
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -88,9 +88,9 @@ def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
 ) -> SaveHandle:
     """Saves what training goes on from, with all ranks together, at `iter_<iteration>` in the folder of `--save`.
 
-    With `--async-save` it returns as soon as training may go on. The tracker file is written when the checkpoint is
-    committed. With `--save-retain-interval`, the checkpoint before is then deleted, unless its iteration is a multiple
-    of the interval.
+    Returns the handle of the save: with `--async-save` as soon as training may go on. The tracker file is written when
+    the checkpoint is committed. With `--save-retain-interval`, the checkpoint before is then deleted, unless its
+    iteration is a multiple of the interval.
 
     Args:
         iteration: Of the step that ended.
@@ -191,8 +191,9 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
             are only used by Megatron's own function.
 
     Returns:
-        The iteration to go on from, 0 for a release and with `--finetune`, and the number of floating-point operations
-        of the checkpoint; (0, 0) where there is nothing to load.
+        The iteration to go on from, and the number of floating-point operations of the checkpoint; (0, 0) where there
+        is nothing to load. The iteration is that of `--override-ckpt-iteration`, or else of the checkpoint, but 0 for a
+        release and with `--finetune`.
 
     Raises:
         CheckpointNotFoundError: The tracker file or `--ckpt-step` names what is not committed, or nothing is there and

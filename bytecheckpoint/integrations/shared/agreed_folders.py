@@ -31,8 +31,8 @@ def record_together(
     model_only: bool = False,
     then: Callable[[], object] | None = None,
 ) -> FolderRecord:
-    """Calls `record`, then `then`, on rank 0, which has the `folders`. Returns the record on every rank. If either
-    fails, all ranks raise its error: else the others would begin the save, and wait for rank 0 in it.
+    """Calls `folders.record`, then `then`, on rank 0; `folders` is None on other ranks. Returns the record on every
+    rank. If either call fails, all ranks raise its error: else the others would wait in the save for rank 0.
     """
 
     def record() -> FolderRecord:

@@ -25,8 +25,8 @@ class AgreedStop:
     def __init__(
         self, root: str | os.PathLike[str], *, signals: Sequence[str] = ("SIGTERM",), timeout_s: float = _TIMEOUT_S
     ) -> None:
-        """Handles the signals until `close`. `root` only names the run in errors; a rank waits at most `timeout_s` for
-        the other ranks.
+        """Handles the signals until `close`. `root` only names the run in errors. Waits at most `timeout_s` for the
+        other ranks, here and in `end_step`.
         """
         decisions = Decisions(None, os.fspath(root), timeout_s=timeout_s)
         token = decisions.decide_together("beginning to train", partial(secrets.token_hex, 8), str)
@@ -47,12 +47,13 @@ class AgreedStop:
     def end_step(self) -> bool:
         """Returns True, on all ranks after the same step, if training is to stop. All ranks call it after each step.
 
-        Raises CheckpointError (rank_missing) if a stop was requested and some ranks do not report their step.
+        Waits for other ranks only once a stop was requested; raises CheckpointError (rank_missing) if some of them do
+        not report their step within `timeout_s`.
         """
         return self._agreement.pass_boundary()
 
     def close(self) -> None:
-        """Puts the old signal handlers back and ends the agreement."""
+        """Puts the old signal handlers back and ends the agreement, without a wait for other ranks."""
         self._requests.close()
         self._agreement.close()
 

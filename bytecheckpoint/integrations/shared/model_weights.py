@@ -65,8 +65,8 @@ def save_weights(
 
 
 def load_weights(path: str, weights: Any, *, options: LoadOptions, storage_options: Mapping[str, Any] | None) -> None:
-    """Fills modules, or tensors by their names, in place, and converts stored values to the dtypes of these. Rank 0
-    logs a warning that names what else the checkpoint holds. Raises the errors of a load, also where a tensor is
+    """Fills `weights`, a module or a dict of modules or tensors, in place, and converts stored values to its dtypes.
+    Rank 0 warns of tensors in the checkpoint that `weights` lacks. Raises the errors of a load, also where a tensor is
     missing from the checkpoint.
     """
     report = phases.run_load(

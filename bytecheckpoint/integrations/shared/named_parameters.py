@@ -16,8 +16,8 @@ from bytecheckpoint.manifest.plain_wire import join_fqn
 
 @contextmanager
 def parameters_named(modules: Mapping[str, Any], optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Gives the optimizers, in the block, the names that their parameters have in these whole modules of a state, by
-    FQN.
+    """Adds to the optimizers' groups, for the time of the block, the names that their parameters have in `modules`: the
+    whole modules of a state, each under its FQN. Groups that have names are left alone.
     """
     names: dict[int, str] = {}
     for fqn, module in modules.items():

@@ -135,7 +135,9 @@ class NumberedFolders:
         return sorted(int(digits) for digits in found if digits == f"{int(digits):0{self._width}}")
 
     def names_in(self, path: str) -> Mapping[str, int | None]:
-        """Returns the names in the folder at `path`: files with their lengths in bytes, folders with None."""
+        """Returns what is in the folder at `path`, by name: for a file its length in bytes, for a folder None. Empty if
+        there is no such folder.
+        """
         return self._store_at(path).list("")
 
     def _store_at(self, path: str) -> Store:
@@ -233,8 +235,8 @@ class NumberedFolders:
         return record
 
     def retire_after(self, handle: SaveHandle, number: int, choose: Choose | None) -> None:
-        """Deletes the checkpoints that `choose` returns, in the background, once this save is committed; None deletes
-        nothing. Pinned and leased checkpoints stay.
+        """Once the save at `number` is committed, deletes the checkpoints that `choose` returns, in the background. If
+        the save failed, or with None, calls the latest earlier `choose` again. Pinned and leased checkpoints stay.
         """
 
         def after(ended: SaveHandle) -> None:
@@ -261,7 +263,7 @@ class NumberedFolders:
         handle.add_done_callback(after)
 
     def keep_newest(self, handle: SaveHandle, number: int, num_kept: int) -> None:
-        """Deletes all except the newest `num_kept` checkpoints, once this save is committed; 0 keeps all."""
+        """Calls `retire_after` so that all except the newest `num_kept` checkpoints are deleted; 0 keeps all."""
         self.retire_after(handle, number, (lambda: self.committed()[:-num_kept]) if num_kept > 0 else None)
 
     def retire(self, choose: Choose) -> None:
@@ -341,7 +343,7 @@ class NumberedFolders:
             if is_plain_path(path) and not layout.has_manifest(self.names_in(path)):
                 if self._remove_beside is not None:
                     self._remove_beside(path)
-                _remove_empty(path, below=self.root)
+                _remove_empty(path, root=self.root)
             self._unfinished.discard(number)
         finally:
             with self._changed:
@@ -350,7 +352,7 @@ class NumberedFolders:
 
 
 def _without_links(found: list[NumberedFolder], *, root: str) -> list[NumberedFolder]:
-    """Leaves out the folders that are links to others of them."""
+    """Returns the folders except links to another of them."""
     if not is_plain_path(root):
         return found
     # Hazard: a link would count as one more, and the deletion of either would take the other.
@@ -370,14 +372,16 @@ def _delete(store: Store, folder: NumberedFolder) -> None:
         logger.info("%s stays: %s", folder.path, why)
 
 
-def _remove_empty(path: str, *, below: str) -> None:
-    """Removes the local folders of a checkpoint that is gone, as far as they are empty, and never `below`."""
+def _remove_empty(path: str, *, root: str) -> None:
+    """Removes what is empty of the local folder of a deleted checkpoint, and of the folders above it, up to but not
+    including `root`.
+    """
     for name in _OWN_FOLDERS:
         with suppress(OSError):  # files of others are in it, or it is gone
             Path(path, name).rmdir()
     with suppress(OSError):
         folder = Path(path)
-        while folder != Path(below):
+        while folder != Path(root):
             with suppress(FileNotFoundError):  # the store removes empty folders too
                 folder.rmdir()
             folder = folder.parent

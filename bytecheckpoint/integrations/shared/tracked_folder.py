@@ -60,8 +60,8 @@ class TrackedFolder(NamedTuple):
         on_tracked: Callable[[str | None], object] | None,
     ) -> SaveHandle:
         """Saves one checkpoint, and replaces one of this name atomically. At the commit, rank 0 writes `tracked_as`
-        into the tracker file, then calls `on_tracked` with the file's content before, None if there was no file. With
-        `tracked_as` None it does neither.
+        into the tracker file, then calls `on_tracked` with the file's old content, None if there was no file: in the
+        background if `async_save`. With `tracked_as` None it does neither.
 
         Raises the errors of `bytecheckpoint.save`, and StorageError if the tracker file cannot be written: the
         checkpoint is then committed all the same.
@@ -82,7 +82,7 @@ class TrackedFolder(NamedTuple):
 
     def decide_together(self, decide: Callable[[], T], kind: type[T]) -> T:
         """Calls `decide` on rank 0 and returns its result on every rank; if it fails, all ranks raise its error. All
-        ranks call this together. It first waits until the saves of this process have ended.
+        ranks call this together. First waits until the saves of this process have ended.
         """
         process_state().saves.wait_until_ended()
         return self.decisions.decide_together("looking for a checkpoint", decide, kind)
@@ -126,7 +126,7 @@ class TrackedFolder(NamedTuple):
         return ", ".join(self.committed()) or "none"
 
     def committed(self) -> list[str]:
-        """Returns the names of the checkpoints of this library in the folder, sorted."""
+        """Returns the names of the committed checkpoints of this library in the folder, sorted."""
         store = self._store()
         folders = [name for name, size in store.list("").items() if size is None and not UNSAFE_NAME.search(name)]
         return sorted(name for name in folders if layout.has_manifest(store.list(name)))
@@ -158,4 +158,4 @@ class TrackedFolder(NamedTuple):
 
 
 def _nothing(*_: object) -> None:
-    """Stands for a call that is not needed."""
+    """Does nothing, in place of a call that is not needed."""

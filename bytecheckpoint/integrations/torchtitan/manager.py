@@ -201,7 +201,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
         return {name: value for part in self._model_parts for name, value in part.state_dict().items()}
 
     def _end_run(self, step: int) -> None:
-        """Waits until the step is durable, and raises SystemExit with the exit code that the signal would give."""
+        """Waits until the step is durable, closes this manager, and raises SystemExit with the signal's exit code."""
         self.maybe_wait_for_saving()
         logger.warning("%s: step %d is saved in %s, and the run ends", self._stop.reason, step, self.folder)
         number = signal.Signals[self._stop.reason]
@@ -248,7 +248,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
         return True
 
     def _choose(self, step: int) -> LoadChoice:
-        """Returns what to load. Rank 0 calls it."""
+        """Returns the choice of `choose` for this run. Rank 0 calls it."""
         if self._folders is None:
             raise RuntimeError("rank 0 decides")
         return choose(self._folders, step, self.config, assets=getattr(self._sd_adapter, "hf_assets_path", None))
@@ -282,7 +282,9 @@ class BcpCheckpointManager(BaseCheckpointManager):
         _restore_at_first_forward(self._model_parts, report.restore_rng)
 
     def _state_with(self, fqn: str) -> str:
-        """Returns the state of the run that has this tensor, whose name may have dots; else what is before a dot."""
+        """Returns the name of the run's state, which may have dots, to which a tensor in `extra_state` belongs; if none
+        has it, the name up to the first dot.
+        """
         return next((name for name in self.states if is_at_or_below(fqn, {name})), fqn.partition(".")[0])
 
     def _load_state_of_torchtitan(self, path: str, stored: Mapping[str, Any]) -> None:
@@ -310,7 +312,9 @@ class BcpCheckpointManager(BaseCheckpointManager):
         return self.config.storage_options if filesystem.is_remote(path) else None
 
     def _load_for_adapter(self, path: str) -> None:
-        """Loads weights of Hugging Face under the names, and with the order of rows, that the adapter gives them."""
+        """Fills the model from weights in Hugging Face's format, whose names and order of rows the adapter translates.
+        Raises ValueError without an adapter.
+        """
         if self._sd_adapter is None:
             raise ValueError("checkpoint.initial_load_in_hf needs an sd_adapter, and the model_spec has none")
         weights = self._sd_adapter.to_hf(self._weights())
@@ -324,7 +328,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
             part.load_state_dict(own, strict=False)
 
     def _warn_of_unnamed(self, path: str, loaded: Collection[str]) -> None:
-        """Has rank 0 name the parameters that the adapter left out: torchtitan 0.3.0 forgets the experts of gpt-oss."""
+        """Warns on rank 0 of parameters that the adapter left out: torchtitan 0.3.0 forgets the experts of gpt-oss."""
         named = {name: each for part in self._model_parts for name, each in part.state_dict(keep_vars=True).items()}
         tied = {id(named[name]) for name in loaded if name in named}
         left = [name for name, each in named.items() if isinstance(each, nn.Parameter) and id(each) not in tied]
@@ -342,8 +346,8 @@ def _data_state(dataloader: Any, elastic: Elastic | None) -> DataLoaderState | N
 
 
 def _glob_of(name: str, *, others: Collection[str]) -> str:
-    """Returns a glob for the names below one of torchtitan's states. If the name of one of `others` begins with that
-    name, the glob does not match a state that is a single value.
+    """Returns a glob for one of torchtitan's states: a single value, or the names below it. If the name of one of
+    `others` begins with `name`, the glob only matches names below it.
     """
     is_start = any(other.startswith(name) for other in others)
     return f"extra_state.{glob.escape(name)}{'.*' if is_start else '*'}"

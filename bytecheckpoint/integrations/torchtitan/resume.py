@@ -28,8 +28,9 @@ class LoadChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(folders: NumberedFolders, step: int, config: Any, *, assets: str | None) -> LoadChoice:
-    """Returns the checkpoint of a step; for -1 the one that was committed last, or in an empty folder the initial one.
-    For -1, checkpoints that are damaged or hold weights alone are skipped if there is another.
+    """Returns the checkpoint of a step; for -1 the one that was committed last, or in an empty folder the initial one,
+    with an empty path if there is none. For -1, skips checkpoints that are damaged or hold weights alone if there is
+    another.
 
     If it returns a checkpoint of `folders`, and unless `config.load_only`, it also calls `folders.begin`, which decides
     what is deleted first, and finishes deletions that were begun.

@@ -54,7 +54,7 @@ class TrainerRecord(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, trainer_state="")
 
     def part_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the part of the state that the checkpoint has; a warning names the rest but `data` and `order`."""
+        """Returns the entries of `state` that the checkpoint has too; warns of others, except `data` and `order`."""
         # Without a position of the loader its batches are skipped, and without an order they come as in a new run.
         absent = [name for name in state if name not in self.entries and name not in {"data", "order"}]
         if absent:
@@ -79,8 +79,8 @@ def is_committed(path: str | os.PathLike[str]) -> bool:
 
 
 def find_record(path: str | os.PathLike[str]) -> Resume:
-    """Returns the path, with the record of the checkpoint that is committed there but without its Trainer state; with
-    None as the record if none is committed. Raises the errors of `read_record`.
+    """Returns a Resume of the path. Its record is that of the checkpoint there, without the Trainer's state; None if
+    none is committed. Raises the errors of `read_record`.
     """
     record = read_record(path).without_state() if is_committed(path) else None
     return Resume(os.fspath(path), record)
@@ -116,8 +116,8 @@ def _is_of_trainer(path: str) -> bool:
 
 
 def find_newest(run_dir: str) -> Resume:
-    """Returns the checkpoint of a run that was committed last, whatever its number; a Resume with a `refusal` if none
-    is that the mixin saved. Damaged ones are skipped with a warning; if there is no other, the error of one is raised.
+    """Returns the checkpoint of the mixin in a run that was committed last, whatever its number; a Resume with a
+    `refusal` if there is none. Skips damaged ones with a warning; raises the error of one if all are damaged.
     """
     folders = folders_of(run_dir)
     committed = folders.committed(to_load=True)
@@ -159,8 +159,8 @@ def find_given(path: str) -> Resume:
 
 
 def put_trainer_state(path: str, record: TrainerRecord) -> None:
-    """Makes sure that a committed folder has the `trainer_state.json` of its save. One that was changed after the
-    commit stays as it is.
+    """Writes `trainer_state.json` of the record into a committed folder, unless a file there is equal or was changed
+    after the commit.
     """
     target, manifest = Path(path, TRAINER_STATE), Path(path, MANIFEST_NAME)
     with suppress(FileNotFoundError):
@@ -170,9 +170,7 @@ def put_trainer_state(path: str, record: TrainerRecord) -> None:
 
 
 def _remove_beside(path: str) -> None:
-    """Removes the files of the mixin from the folder of a checkpoint that is gone, and those whose write a killed
-    process has left.
-    """
+    """Removes the files of the mixin, and temporary files of killed processes, from a deleted checkpoint's folder."""
     with suppress(FileNotFoundError):  # the store removes the folder with the last object
         for each in list(Path(path).iterdir()):
             if each.name in {TRAINER_STATE, CONFIG} or (is_temporary(each.name) and not each.is_dir()):

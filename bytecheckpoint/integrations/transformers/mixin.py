@@ -133,9 +133,9 @@ class BcpTrainerMixin(Trainer):
         self._bcp_stop.request(reason)
 
     def _bcp_end_earlier(self) -> None:
-        """Waits for the save and the deletions that an exception in an earlier `train` has left in flight, and logs an
-        error of that save. The commit may add the checkpoint that this run resumes from, and a deletion after the
-        choice could remove it.
+        """Waits for the last save and the deletions, ends their thread, and logs the error of that save. `train` calls
+        this before it chooses a checkpoint too: after an exception, a save may still commit, and a deletion may remove
+        the chosen one.
         """
         saves, self._bcp_saves = self._bcp_saves, None
         if saves is not None:
@@ -296,8 +296,8 @@ class BcpTrainerMixin(Trainer):
             super()._load_best_model()  # the best step was saved before the mixin was used
 
     def _bcp_load_model(self, path: str, model: nn.Module | None) -> bool:
-        """Loads the model, on all ranks; returns False if no checkpoint of this library is committed there. Raises as
-        `find_record` for one that the mixin did not save.
+        """Loads the model, on all ranks, and returns True; returns False, and loads nothing, if no checkpoint of this
+        library is committed there. Raises as `find_record` for one that the mixin did not save.
         """
         record = self._bcp_decide_together("looking at a checkpoint", partial(find_record, path)).record
         if record is None:
@@ -319,8 +319,8 @@ class BcpTrainerMixin(Trainer):
         self._bcp_is_in_place = "data" in wanted
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Returns the passes that have ended, and the batches taken of the next one. The Trainer itself takes all
-        passes over a loader without a length for one.
+        """Returns the numbers of passes that have ended, and of batches to skip in the next one. The Trainer itself
+        counts all passes over a loader without a length as one.
         """
         passes, num_taken = super()._init_training_state(*args, **kwargs)
         record = self._bcp_resume.record
@@ -365,7 +365,7 @@ class BcpTrainerMixin(Trainer):
         )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Sets the loaded random state once more: the loader has drawn from it. Without one, does as the Trainer."""
+        """Sets the loaded random state again: the loader has drawn from it. Without one, does what the Trainer does."""
         if self._bcp_report is None:
             super()._load_rng_state(checkpoint)
         elif self._bcp_is_in_pass and self._bcp_data is None:
@@ -379,7 +379,7 @@ class BcpTrainerMixin(Trainer):
 
     @property
     def _bcp_restore_rng(self) -> Callable[[], object] | None:
-        """Sets the random state to the loaded one; None if none was loaded."""
+        """The function that sets the random state to the loaded one; None if none was loaded."""
         record, report = self._bcp_resume.record, self._bcp_report
         return report.restore_rng if report is not None and record is not None and "rng" in record.entries else None
 

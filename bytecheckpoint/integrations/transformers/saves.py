@@ -112,8 +112,8 @@ class TrainerSaves:
     ) -> None:
         """Saves the state into a folder; call `settle` before. Replaces a checkpoint that is there atomically.
 
-        `files` is called on rank 0, before the save begins. After the commit the oldest checkpoints beyond the limit
-        are deleted in the background. Raises what `bytecheckpoint.save` raises.
+        Rank 0 calls `files`, and writes what it returns, before the save begins. After the commit it deletes the oldest
+        checkpoints beyond the limit, in the background. Raises what `bytecheckpoint.save` raises.
         """
         self.newest_path = path
         number = int(Path(path).name.rpartition("-")[2])
@@ -149,8 +149,8 @@ class TrainerSaves:
             self._folders.retire_after(handle, number, partial(self._beyond, limit, path) if is_limited else None)
 
     def _beyond(self, limit: Limit, path: str) -> list[NumberedFolder]:
-        """Returns the checkpoints beyond the limit, on rank 0. Call it only if the limit has a `num_kept` above 0: else
-        it returns all except the newest ones and the best.
+        """Returns the oldest checkpoints beyond `limit.num_kept`, which must be above 0, on rank 0. Never returns the
+        one at `path`, the newest or the best.
         """
         committed = self._folders.committed() if self._folders is not None else []
         newest = committed[-1].path if committed else ""  # may be newer than `path`, where deletions are late
@@ -177,7 +177,8 @@ class TrainerSaves:
 
 
 def beside_files(trainer: Any, *, steps_in_pass: int) -> BesideFiles:
-    """Returns what a save of the Trainer adds now. Puts the states of its callbacks into its state first.
+    """Returns the files and the position for a save at this step. First puts the states of the callbacks into the
+    Trainer's state.
 
     `steps_in_pass` is the number of batches that the Trainer takes for one pass over a loader without a length; 0 if
     the loader has one.

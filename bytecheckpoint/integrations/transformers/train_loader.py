@@ -38,10 +38,10 @@ def train_loader_state(loader: Any, *, rank: int, size: int, elastic: Elastic | 
 
 
 class PassOrder(RngState):
-    """The random states that decide what a pass over the train loader gives: that in which it began, from which
-    samplers without a generator of their own draw the order, such as the one that groups samples by length; and that
-    in which the newest batch was read, from which datasets and collators draw. A rank that the save did not have gets
-    those of the first one, because all draw the same order.
+    """The random states that decide what a pass over the train loader gives. The state in which the pass began: from
+    it, samplers without a generator of their own draw the order. And the state before the newest batch was read: from
+    it, datasets and collators draw. A rank that the save did not have gets the states of the save's first rank, because
+    all ranks draw the same order.
     """
 
     def __init__(self) -> None:
@@ -78,8 +78,8 @@ class PassOrder(RngState):
         self._replaced, self._num_taken, self._restore_rng = {}, 0, None
 
     def watch(self, loader: Any) -> None:
-        """Makes a prepared loader, if it reads samples by their index, skip what `num_not_skipped` says in each pass
-        from now on, and call `begin_read` for each batch that it reads in this process.
+        """Makes a prepared loader that reads samples by index call `begin_read` before each batch that it reads in this
+        process, and skip the first `num_not_skipped` batches of each pass. Does nothing to any other loader.
         """
         kinds = DataLoaderShard | DataLoaderDispatcher
         if not isinstance(loader, kinds) or is_stateful(loader.base_dataloader):
@@ -92,9 +92,11 @@ class PassOrder(RngState):
         vars(loader.base_dataloader)["batch_sampler"] = _ReadBatches(batches, self, loader)
 
     def begin_read(self, number: int) -> None:
-        """Notes the random state, before the samples of the batch of this number are read; where rank 0 reads for all,
-        before those of the first batch for a step. In a resumed pass, sets it first to that of the save, or, for the
-        batch that was read ahead of the save, to that of the first read; does nothing for the batches before.
+        """Notes the random state before the batch for step `number` of the pass is read; where rank 0 reads for all,
+        before the first batch for that step.
+
+        In a resumed pass, does nothing for batches that were trained on before the save. The next batch was read ahead
+        of the save: its random state of that time is set first. For the one after it, the state of the save is set.
         """
         if number < self._num_taken:
             return
@@ -105,7 +107,9 @@ class PassOrder(RngState):
         self._read = super().state_dict()
 
     def num_not_skipped(self, num_ranks: int) -> int:
-        """Returns how many batches the Trainer fails to skip in a resumed pass where rank 0 reads those of all."""
+        """Returns how many batches too few the Trainer skips where rank 0 reads those of `num_ranks` ranks: it skips
+        one for each step. 0 unless the pass is a resumed one.
+        """
         return self._num_taken * (num_ranks - 1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,9 +149,9 @@ class _ReadBatches:
 
 
 class RestOfPass(IterableDataset[Any]):
-    """The rest of the pass over a loader that already stands at the saved position, although the Trainer will skip
-    batches. Yields as many None as the Trainer skips, then the batches of the loader. It is the dataset of an object
-    that accelerate's `skip_first_batches` accepts as a loader.
+    """The rest of a pass, for a Trainer that skips batches although the loader already stands at the saved position:
+    yields `num_to_skip` times None, then the batches of the loader. It is the dataset of an object that accelerate's
+    `skip_first_batches` accepts as a loader.
     """
 
     def __init__(self, state: DataLoaderState, *, num_to_skip: int) -> None:
@@ -156,7 +160,7 @@ class RestOfPass(IterableDataset[Any]):
         self._has_begun_next = False
 
     def as_loader(self) -> Any:
-        """Returns the rest of the pass as an object that the Trainer reads like a loader."""
+        """Returns the rest of the pass as an object that the Trainer reads like a loader. May read its first batch."""
         if self._num_to_skip:
             options = {"batch_size": None, "drop_last": False, "collate_fn": _as_it_is, "prefetch_factor": None}
             return SimpleNamespace(dataset=self, **options)

@@ -110,8 +110,8 @@ class BcpFSDPCheckpointManager(RoleManager, FSDPCheckpointManager):
         return state
 
     def _parameters_named(self, state: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Gives the optimizer, in the block, the names of its parameters, unless the state has the whole model, from
-        which a save and a load take them.
+        """Returns a context in which the optimizer knows the names of its parameters. Does nothing if the state has the
+        whole model, from which a save and a load take the names.
         """
         left_out = {} if state.get("model") is self.model else {"model": self.model}
         return parameters_named(left_out, [self.optimizer] if state.get("optimizer") is not None else [])

@@ -74,7 +74,7 @@ class RoleSaves:
         async_save: bool,
         metadata: Mapping[str, Any],
     ) -> None:
-        """Saves the state, in place of any checkpoint that is there, after the save before has ended.
+        """Waits for the save before, then saves the state in place of any checkpoint that is there.
 
         With `async_save` and a path `global_step_<n>/<role>`, returns when the state may change and be moved, and
         writes in the background; the tracker file is written once all roles of the step and the driver's loader are
@@ -139,8 +139,8 @@ class RoleSaves:
 
     def _find_folders(self, place: Path, *, is_resumed: bool = False) -> NumberedFolders | None:
         """Returns the folders of the role, on rank 0 if the path is in one of verl's layouts; None on other ranks, and
-        for other paths. With `is_resumed` the path is that of the loaded checkpoint. Raises on all ranks what rank 0
-        raises.
+        for other paths. Reads their records at the first call for a root, and again with `is_resumed`, which says that
+        the path is that of the loaded checkpoint. Raises on all ranks what rank 0 raises.
         """
         is_role = _STEP.fullmatch(place.parent.name) is not None
         if not (is_role or _STEP.fullmatch(place.name)):
@@ -184,8 +184,8 @@ class RoleSaves:
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
     def _write_tracker(self, step: Path) -> None:
-        """Makes the tracker file name this step, unless another one is to be tracked by now; then deletes what is due.
-        An error is only logged.
+        """Makes the tracker file name this step, and then old checkpoints be deleted in the background. Does nothing if
+        another step, or none, is to be tracked by now. An error is only logged.
         """
         with self._tracking:
             if self._to_track != step:
@@ -202,8 +202,8 @@ class RoleSaves:
 
 
 def _beyond(folders: NumberedFolders, num_kept: int) -> list[NumberedFolder]:
-    """Returns the checkpoints of a role that may be deleted: all except the newest `num_kept`, at least 1, and except
-    the one from which a restart would resume.
+    """Returns the checkpoints of a role that may be deleted: all except the newest `num_kept`, which must be at least
+    1, and except the one that the tracker file names.
     """
     tracked = tracked_step(Path(folders.root, TRACKER))
     return [folder for folder in folders.committed()[:-num_kept] if folder.number != tracked]
