@@ -176,8 +176,9 @@ class ManagedSaves:
         pin: bool,
         is_stopping: bool,
     ) -> SaveHandle | None:
-        """Begins the save of a step. If it fails at once and `on_failed_save` lets training go on, returns None for a
-        synchronous save, which fails on all ranks, else a handle that fails: other ranks may have one by now.
+        """Begins the save of a step, and returns its handle. If it fails at once and `on_failed_save` lets training go
+        on, returns None for a synchronous save, which fails on all ranks, else a handle that has failed: other ranks
+        may have a handle by now.
         """
         options, is_async = self._options.save, self._options.async_save and not is_stopping
         checked: dict[str, float] = {}
@@ -219,10 +220,9 @@ class ManagedSaves:
         metrics: Mapping[str, float] | None,
         checked: dict[str, float],
     ) -> Mapping[str, Any] | None:
-        """Returns the metadata with the metrics of rank 0, which are put into `checked`; no others count.
-
-        It is called in a phase whose errors all ranks raise, so an error of the preparation is raised here too. Raises
-        CheckpointMismatchError (conflict) if `metadata` has metrics.
+        """Returns the metadata; on rank 0 with the metrics, which it also puts into `checked`, and after noting that
+        the save begins. All ranks raise what one raises here: what Background.begin_save raises, an error of the
+        preparation, or CheckpointMismatchError (conflict) if `metadata` has metrics.
         """
         if self._owned is not None:
             self._owned.background.begin_save(step, timeout_s=self._options.save.timeout_s)
@@ -344,8 +344,8 @@ class ManagedSaves:
             self._owned.background.add(Commit(step_info, on_save))
 
     def wait_until_noted(self, step: int) -> None:
-        """Waits for the save of this step if it is in flight, until the background knows its commit: a mark that is
-        noted before that is forgotten when the commit is. Raises the error of the save.
+        """If the save of this step is in flight, waits for its end, and until the background knows the commit, which
+        overwrites a mark that was noted before. Raises the error of the save.
         """
         if self.begun is not None and self.begun.step == step:
             self.begun.handle.result()
