@@ -103,7 +103,9 @@ def replicas_of(part: MemoryPart | None, options: SaveOptions) -> ReplicaCopies 
 
 
 def memory_of(process: ProcessState, memory: Memory, store: Store) -> JobMemory:
-    """Returns the part of this process in the memory of the job that saves to this root."""
+    """Returns the JobMemory of this process for the job that saves to this root. The first call for a job makes it, and
+    warns of a memory root on a disk.
+    """
     root = os.fspath(memory.root)
     job = open_job(root, real_location(store, ""))
     if job.path not in process.memories:
