@@ -68,7 +68,7 @@ class Attendance:
         self._has_compared = False
 
     def introduce(self) -> None:
-        """Lets other ranks watch this one."""
+        """Puts what other ranks need to watch this one into the store of the group, if there is a watch."""
         if self._watch is not None:
             self._watch.introduce()
 

@@ -334,7 +334,7 @@ class GroupRanks:
             departures.end_first(keys)
 
     def _last_arrivals(self) -> list[str]:
-        """Returns the keys that count messages for this reader; they may stay if the last message never comes."""
+        """Returns the keys that count messages for this reader, which no rank removes if the last one never comes."""
         return [arrivals_key(number, self.rank) for number in (max(self._num_up - 1, 0), self._num_up)]
 
     def _send_down(self, kind: bytes, payload: bytes = b"") -> None:

@@ -154,7 +154,7 @@ class ManagedSaves:
         return None if self.durable_step == self.memory_step else self.durable_step
 
     def note_resumed(self, step: int, save_id: str) -> None:
-        """Notes that this save was restored from memory or storage. All ranks call it together."""
+        """Notes this restored step as `memory_step` unless storage has this save of it. All ranks call it together."""
         is_stored = self._decisions.decide_together(
             f"looking for step {step} in storage", lambda: self._save_id_at(step) == save_id, bool
         )
@@ -252,7 +252,9 @@ class ManagedSaves:
         )
 
     def _before_commit(self, owned: OwnedRoot, step: int, *, pin: bool) -> None:
-        """Writes what must be there before the manifest: the branch and the pin. Raises if the root has been lost."""
+        """Writes the branch and the pin, which must be there before the manifest. Without `pin`, removes the pin of an
+        earlier save of the step that failed. Raises CheckpointSaveError (superseded) if another manager owns the root.
+        """
         owned.generation.check(outcome="Nothing of this save was committed. ")
         # Before the pin, so that the next manager knows which checkpoint was pinned ahead of its replacement.
         if self.new_branch is not None:
@@ -267,8 +269,8 @@ class ManagedSaves:
 
     def _may_replace(self, owned: OwnedRoot, step: int) -> bool:
         """Returns True if the existing checkpoint of a step may be replaced: `overwrite` is set, or training has left
-        its branch, or an earlier manager committed it after this one had claimed the root. Notes it as replaced then.
-        Raises CheckpointExistsError if it is pinned or leased.
+        its branch, or an earlier manager committed it after this one had claimed the root. If so, adds its save id to
+        `background.replaced`, or raises CheckpointExistsError if it is pinned or leased.
         """
         is_left, is_overwritten = step in self.abandoned, self._options.save.overwrite
         may_be_late = step > self.newest_seen and bool(owned.generation.earlier_prefixes)

@@ -98,7 +98,7 @@ class Generation(NamedTuple):
             )
 
     def is_newest(self) -> bool:
-        """Returns True unless another manager owns the root. What that manager wants to keep is not known here."""
+        """Returns True unless another manager owns the root: what that one wants to keep, this process cannot know."""
         return max(_generation_numbers(self.store), default=0) <= self.number
 
     def is_claimed_in(self, store: Store) -> bool:

@@ -126,8 +126,8 @@ def holding_first(
     metadata: Mapping[str, Any],
     finish: Callable[[], CheckpointInfo],
 ) -> Callable[[], CheckpointInfo]:
-    """Returns the function that finishes a save with a memory tier. It commits the save by `finish`, unless the save
-    goes to memory alone.
+    """Returns a function that holds the save in memory, then commits it by `finish`, unless the save goes to memory
+    alone.
     """
     if part.is_only:
         return partial(hold, prepared, part, metadata)

@@ -275,7 +275,7 @@ class SecondRoot:
         return [] if protection_of(self._target, folder, now=self._clock.now()) else [save_id]
 
     def _delete_copies(self, copies: dict[int, StoredStep]) -> None:
-        """Deletes the copies, but the newest, that neither the policy, a pin nor a lease keeps, also from `copies`."""
+        """Deletes the copies that neither the policy, a pin nor a lease keeps, also from `copies`. The newest stays."""
         now = self._clock.now()
         stays = self._wanted(self._sources(copies), copies) | held_by_leases([*copies.values()], now=now).keys()
         for step in step_records.ordered([*copies.values()])[:-1]:  # the newest copy always stays
