@@ -68,7 +68,7 @@ class Attendance:
         self._has_compared = False
 
     def introduce(self) -> None:
-        """Lets other ranks watch this one."""
+        """Puts what other ranks need to watch this one into the store of the group, if there is a watch."""
         if self._watch is not None:
             self._watch.introduce()
 
@@ -84,8 +84,8 @@ class Attendance:
 
     def look_for_senders(self, call: CallStore, number: int) -> bool:
         """Returns True if `raise_found` has an error to raise: ranks have ended without sending this rank the message
-        with this number, or on the coordinator, one is in another call. The coordinator warns once of ranks that have
-        not made the call.
+        with this number, or this is the coordinator and a rank waits for it in another call. The coordinator warns once
+        of ranks that have not made the call.
         """
         if number == 0 and self._blocks.rank == COORDINATOR:
             self._warn_of_late(partial(self.find_absent, call, 0))
@@ -98,7 +98,9 @@ class Attendance:
         return bool(self.ended or self._other_call)
 
     def raise_found(self, leave_for: Callable[[Sequence[int]], object]) -> None:
-        """Raises the error that `look_for_senders` has found, if any; calls `leave_for` with ranks that have ended."""
+        """Raises the error that `look_for_senders` has found last, if any. Of ranks that have ended, first calls
+        `leave_for` with them.
+        """
         if self.ended:
             leave_for(self.ended)
             raise self.ended_error(self.ended)
@@ -142,9 +144,9 @@ class Attendance:
         self, call: CallStore, num_up: int, num_down: int, leave_for: Callable[[Sequence[int]], object]
     ) -> bool:
         """Returns True if the call has failed on another rank, so that the next message of the coordinator is an error.
-        The next messages of this rank are those with the numbers `num_up` and `num_down`, and not the first.
+        `num_up` and `num_down` are the numbers of the next messages up and down; this rank has exchanged some before.
 
-        Raises as `raise_found` does, after `leave_for`, for ranks that have ended and send to this one.
+        Raises as `raise_found` does if ranks that send to this one have ended.
         """
         if self._blocks.senders(self._blocks.rank) and self.look_for_senders(call, num_up):
             self.raise_found(leave_for)

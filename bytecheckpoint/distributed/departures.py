@@ -41,8 +41,8 @@ class Departures:
         self._leaders = [leader for leader in range(0, num_ranks, block_ranks) if self._members(leader)]
 
     def leave(self, rank: int, *, block_keys: Sequence[str] = (), call_keys: Sequence[str] = ()) -> None:
-        """Counts this rank, which is not the coordinator, as gone. The last of its block removes the keys `block_keys`,
-        and the last of all the keys `call_keys`, which others may still read.
+        """Counts a rank, which is not the coordinator, as gone. The last rank of its block to go removes the keys
+        `block_keys`, and the last of all the keys `call_keys`: other ranks may read them until then.
         """
         leader = rank - rank % self._block_ranks
         if block_keys:
@@ -75,8 +75,10 @@ class Departures:
         has_failed: bool,
         look: Callable[[], object] | None = None,
     ) -> bool:
-        """Waits, as the coordinator and for at most `limit_s`, until all but the missing ranks have left. If all ranks
-        have, removes these `keys` and those of the call, and returns True. Else the caller has to call `end_first`.
+        """Waits, as the coordinator and for at most `limit_s`, until all but the `missing` ranks have left. If none is
+        missing or late, removes `keys` and the keys of the call, and returns True; else returns False, and the caller
+        has to call `end_first`. `has_failed` says that the call has failed: more keys are left then. `look` is as for
+        CallStore.wait, and not called if ranks are missing.
         """
         if missing:
             self._wait_for_others(limit_s, missing)
@@ -91,7 +93,7 @@ class Departures:
 
     def end_first(self, keys: Sequence[str] = ()) -> None:
         """Counts the coordinator as gone before ranks that are late. These can still read the last message; the last of
-        them removes `keys` and those of the call. If all have left in the meantime, this rank does so.
+        them removes `keys` and the keys of the call. If all have left meanwhile, this rank removes them.
         """
         self._hand_over(keys)
         if self._call.store.add(_NUM_BLOCKS, 1) > len(self._leaders):

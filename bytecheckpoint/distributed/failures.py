@@ -21,10 +21,10 @@ class _Failure(msgspec.Struct, frozen=True):
 
 
 def merge_errors(errors: Sequence[CheckpointError]) -> CheckpointError:
-    """Returns one error for several ranks that failed: the error of the first, with all ranks named.
+    """Returns one error for several ranks that failed: the first error, with the ranks of all errors named.
 
-    Errors about missing ranks are left out, because a rank that failed may be the missing one. If there are no others,
-    the first of them is returned alone.
+    Errors about missing ranks are left out, because a rank that failed may be the missing one. If all errors are about
+    missing ranks, only the first counts.
     """
     errors = [error for error in errors if error.kind != "rank_missing"] or errors[:1]
     ranks = tuple(sorted({rank for error in errors for rank in error.ranks}))

@@ -215,7 +215,7 @@ class GroupRanks:
         self._keys += [arrivals_key(number, reader)] if num_senders > 1 else []
 
     def _take(self, keys: Sequence[str]) -> list[bytes]:
-        """Returns the messages, and removes those that are not small."""
+        """Returns the messages, and removes those of more than `_SMALL_BYTES` from the store."""
         messages = get_messages(self._store, keys)
         for key, message in zip(keys, messages, strict=True):
             if len(message) > _SMALL_BYTES:
@@ -291,7 +291,7 @@ class GroupRanks:
         return error
 
     def _report_failure(self, error: CheckpointError) -> CheckpointError:
-        """Reports an error to the coordinator; returns the one that it chooses for all, this one if none."""
+        """Reports an error to the coordinator, and waits for the one to raise on all ranks; returns `error` without."""
         self._has_failed = True
         number = self._store.add(NUM_FAILURES, 1)
         put_message(self._store, failure_key(number), _FAILURE + encode_failure(error))
@@ -313,7 +313,7 @@ class GroupRanks:
             self._put(bell_key(number, reader), b"")
 
     def _leave(self, *, all_failed: bool = False) -> None:
-        """Counts this rank, not the coordinator, as gone. Removes its keys; hands over those that may still be read."""
+        """Counts this rank, not the coordinator, as gone. Removes its keys, except what the last rank is to remove."""
         # A leader may be about to read them.
         num_read = 0 if self._has_failed or (all_failed and self._blocks.are_several) else self._num_read
         self._call_store.remove(*self._keys[:num_read])
@@ -321,7 +321,7 @@ class GroupRanks:
         self._departures.leave(self.rank, block_keys=self._block_keys, call_keys=call_keys)
 
     def _end(self, missing: Sequence[int] = ()) -> None:
-        """Leaves the call as the coordinator; `missing` are global ranks."""
+        """Waits, as the coordinator, for others to leave, then leaves the call; `missing` are global ranks."""
         names = zip(range(self.num_ranks), self.global_ranks, strict=True)
         absent = {rank for rank, name in names if name in missing}
         limit_s = min(_CLOSE_S, self._timeout_s)
@@ -334,7 +334,7 @@ class GroupRanks:
             departures.end_first(keys)
 
     def _last_arrivals(self) -> list[str]:
-        """Returns the keys that count messages for this reader; they may stay if the last message never comes."""
+        """Returns the keys that count messages for this reader, which no rank removes if the last one never comes."""
         return [arrivals_key(number, self.rank) for number in (max(self._num_up - 1, 0), self._num_up)]
 
     def _send_down(self, kind: bytes, payload: bytes = b"") -> None:

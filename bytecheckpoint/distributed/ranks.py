@@ -359,7 +359,9 @@ def _sentences(message: str, about: Subject) -> str:
 
 
 def merge_texts(ranks: Ranks, own: Mapping[str, str]) -> dict[str, str]:
-    """Returns, on every rank, the texts by name of all ranks. All ranks must call it."""
+    """Returns, on every rank, the texts of all ranks by name; of equal names, the text of the highest rank. All ranks
+    must call it.
+    """
 
     def merge(payloads: Sequence[bytes]) -> Sequence[bytes]:
         merged: dict[str, str] = {}

@@ -92,7 +92,9 @@ class Listener:
                 interrupt(waiting)
 
     def close(self) -> None:
-        """Closes the socket and connections without a thread. Call it when the threads of the others have ended."""
+        """Closes the socket, and the connections that `accept` did not come to serve. Call it when all threads that
+        `accept` started have ended.
+        """
         for connected in (self._socket, *self._pending):
             connected.close()
 
@@ -121,8 +123,8 @@ class Listener:
 
 
 def taking_timeout(timeout_s: float) -> float:
-    """Returns the time that a rank has to take what it asked for. Longer than it waits itself: if another reader rank
-    holds it up, that one is stuck. A reader rank that is held up so sends heartbeats.
+    """Returns the time for which a sender waits for a peer that takes nothing. It is longer than `timeout_s`, the time
+    that the peer waits for others: a peer that is held up by another rank reports that one first.
     """
     return timeout_s + min(timeout_s, MAX_GRACE_S)
 

@@ -42,7 +42,7 @@ def keys_of(key: str, message: bytes) -> list[str]:
 
 
 def _completed(store: Store, key: str, first: bytes) -> bytes:
-    """Returns the message with this first part."""
+    """Returns the message whose first part is `first`; reads the other parts from the store."""
     if len(first) < PART_BYTES:
         return first
     message, part = BytesIO(), first  # a list to be joined would be the message twice

@@ -1,4 +1,6 @@
-"""Adds to a straggler's error its bytes' time at the coordinator's rate, to tell slow storage from a stuck rank."""
+"""Adds to the error about a missing rank how long its bytes take at the coordinator's rate, to tell slow storage from a
+stuck rank.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,12 @@ from bytecheckpoint.planner.save_plan import SavePlan
 def report_straggler_rate(
     ranks: Ranks, plan: SavePlan | None, write_s: float, *, did: str = "wrote", is_all: bool = True
 ) -> Iterator[None]:
-    """Surrounds the coordinator's wait for the other ranks, and adds the coordinator's own rate to the error about a
-    missing one. The error passes unchanged if there is no rate: without a `plan`, or if the coordinator has no bytes in
-    it, or moved fewer (`is_all` is False).
+    """Runs a block in which the coordinator waits for the other ranks. To an error about missing ones, adds the time
+    that their bytes take at the coordinator's rate, which moved its bytes of the `plan` in `write_s`. `did` is the verb
+    for that.
 
-    The coordinator moved its bytes of the plan in `write_s`. `did` is the verb for that in the error.
+    The error stays unchanged without a `plan`, if the coordinator has no bytes in it, or if it did not move all of them
+    (`is_all` is False).
     """
     started = time.monotonic()
     try:

@@ -35,7 +35,9 @@ class BranchStart(msgspec.Struct, frozen=True):
     save_id: str
 
     def abandons(self, step: int, save_id: str) -> bool:
-        """Returns True if training leaves a checkpoint that was made before when it goes on from here."""
+        """Returns True if an existing checkpoint becomes abandoned when training goes on from here: one of a later
+        step, or another one of the same step.
+        """
         return step > self.step or (step == self.step and save_id != self.save_id)
 
 
@@ -50,8 +52,9 @@ class Branch(msgspec.Struct, frozen=True):
 
 
 def read_branch(store: Store) -> Branch:
-    """Returns the branch that training is on. Raises CheckpointCorruptError (bad_manifest) if its record is damaged;
-    UnsafeCheckpointError if it is too long (limits_exceeded), or a link out of the root (path_escape).
+    """Returns the branch that training is on, an empty one if the root has no record of it. Raises
+    CheckpointCorruptError (bad_manifest) if the record is damaged; UnsafeCheckpointError if it is too long
+    (limits_exceeded), or a link out of the root (path_escape).
     """
     try:
         return msgspec.json.decode(read_whole(store, BRANCH_NAME, max_bytes=MAX_RECORD_BYTES), type=Branch)
@@ -80,7 +83,7 @@ def present_abandoned(store: Store, branch: Branch | None = None) -> dict[int, s
 
 
 def begin_branch(store: Store, start: BranchStart, *, prefix: str, has_memory: bool) -> Branch:
-    """Returns the branch on which training is if it goes on from `start`; `prefix` begins the ids of its saves.
+    """Returns the branch that begins at `start`, and writes nothing; `prefix` begins the save ids of this manager.
 
     Abandoned are the later steps, and those that were abandoned before and still exist. The step of `start` itself is
     among them only if memory may hold it alone (`has_memory`), and storage has another checkpoint of that step.
@@ -120,13 +123,13 @@ def newest_steps(store: Store, branch: Branch | None = None) -> Iterator[int]:
 
 
 def branch_of_copies(source: Branch, known: Branch, copies: Mapping[int, str], *, kept: Mapping[int, str]) -> Branch:
-    """Returns the branch for a root that has copies of checkpoints of another one, whose branch is `source`; `known` is
-    the one that it has had. `copies` are the save ids of the copies by step, `kept` those of the other root's steps
-    that are not abandoned.
+    """Returns the new branch of a second root: `source` is the branch of the first root, `known` that of the second
+    until now. `copies` are the save ids in the second root by step, `kept` those of the steps of the first root that
+    are not abandoned.
 
-    The other root may have deleted steps whose copies stay, so that its branch does not list them. A copy after a start
-    that is not `known` was made before that start, because this is called before each later copy is made. Copies of
-    other runs, whose save ids begin with none of the prefixes of this one, are not abandoned.
+    The first root may have deleted abandoned steps whose copies stay. A copy is therefore abandoned too if it was in
+    `known`, or if a start that is not in `known` abandons it: this is called before each copy is made, so that all
+    copies are older than such a start. It abandons no copies of other runs, whose prefixes of save ids differ.
     """
     starts = source.starts.values()
     save_ids = [*kept.values(), *source.abandoned.values(), *(start.save_id for start in starts), *source.starts]

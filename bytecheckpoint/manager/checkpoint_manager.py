@@ -117,7 +117,7 @@ class CheckpointManager:
         self._stop = join_stop(self._requests, process_group, token=opened.token, timeout_s=timeout_s)
 
     def _find_store(self, storage_options: Mapping[str, Any] | None) -> str:
-        """Finds the store of the root, on each rank; returns what must not differ between ranks."""
+        """Opens the store of the root, on each rank; returns a text that has to be the same on all ranks."""
         self._store = open_store(self._root, storage_options=storage_options, writer_threads=1)
         return f"{showable_url(self._root)}{' (read_only)' if self._options.read_only else ''}"
 
@@ -245,14 +245,13 @@ class CheckpointManager:
         force: bool = False,
         pin: bool = False,
     ) -> SaveHandle | None:
-        """Saves the state if the step is due, after the save in flight has ended. Returns None if no save began.
+        """Saves the state if the step is due, after the save in flight has ended. Returns None if no save began, or a
+        failure was only logged. A save before a stop returns when the checkpoint is durable. `metrics` are for policies
+        and `best`, `metadata` is as for `bcp.save`, `force` saves a step that is not due, and `pin` keeps it whatever
+        the policies say. Of `metrics` and `metadata` those of rank 0 count.
 
-        A save before a stop returns when the checkpoint is durable. `metrics` are for policies and `best`, `metadata`
-        is as for `bcp.save`, `force` saves a step that is not due, and `pin` keeps it whatever the policies say. Of
-        `metrics` and `metadata` those of rank 0 count.
-
-        Raises what `bcp.save` raises, for this save or, by `on_failed_save`, for the one before;
-        CheckpointSaveError (superseded) if another manager owns the root.
+        Raises what `bcp.save` raises, for this save or, by `on_failed_save`, for the one before; CheckpointSaveError
+        (superseded) if another manager owns the root.
         """
         self._refuse_closed()
         step, began = given_step(step), self._goodput.begin_call()
@@ -272,7 +271,9 @@ class CheckpointManager:
             self._goodput.end_call(began)
 
     def should_stop(self) -> bool:
-        """Returns True on all ranks once they agreed to stop and the newest step passed to `save` since is durable."""
+        """Returns True on all ranks once they agreed to stop and the newest step passed to `save` since is durable: it
+        waits for the save in flight then.
+        """
         self._refuse_closed()
         if not self._stop.pass_boundary():
             return False

@@ -112,8 +112,8 @@ def _copy_files(
 
 
 def _copy_side_objects(source: Store, source_folder: str, target: Store, target_folder: str, save_id: str) -> None:
-    """Copies telemetry and metrics that the target lacks, as those reported since an earlier copy; what it has stays as
-    it is. They have no checksums: a damaged one is copied as it is.
+    """Copies the objects of telemetry and metrics that the target lacks, such as metrics reported since an earlier
+    copy, and replaces none. They have no checksums, so that a damaged one is copied too.
     """
     for parent in (layout.TELEMETRY_FOLDER, METRICS_FOLDER):
         existing = target.list(join_name(target_folder, parent))

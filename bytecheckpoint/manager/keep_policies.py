@@ -86,10 +86,8 @@ def parts_of(policy: KeepPolicy) -> Iterator[KeepPolicy]:
 
 
 def best_of(policy: KeepPolicy, metric: str | None) -> Best:
-    """Returns the policy that finds the best checkpoint by a metric, by default that of the only `Best` in a policy.
-    For a metric of no `Best`, the lowest value is best.
-
-    Raises ValueError without a metric if the policy has no `Best`, or more than one.
+    """Returns a `Best` with n=1 for a metric: the first of `policy` that has it; if none has, the lowest value is best.
+    None takes the metric of the only `Best` in `policy`, and raises ValueError if there is none, or more than one.
     """
     parts = [part for part in parts_of(policy) if isinstance(part, Best)]
     named = [part for part in parts if metric in {None, part.metric}]
@@ -237,7 +235,7 @@ class Steps(_JoinableKeepPolicy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class When(_JoinableKeepPolicy):
-    """Keeps each checkpoint for which a function says so."""
+    """Keeps each checkpoint for which a function returns True."""
 
     fn: Callable[[StepInfo], Any]
     """Called as `fn(info)`."""

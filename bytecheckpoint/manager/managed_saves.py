@@ -154,7 +154,7 @@ class ManagedSaves:
         return None if self.durable_step == self.memory_step else self.durable_step
 
     def note_resumed(self, step: int, save_id: str) -> None:
-        """Notes that this save was restored from memory or storage. All ranks call it together."""
+        """Notes this restored step as `memory_step` unless storage has this save of it. All ranks call it together."""
         is_stored = self._decisions.decide_together(
             f"looking for step {step} in storage", lambda: self._save_id_at(step) == save_id, bool
         )
@@ -176,8 +176,9 @@ class ManagedSaves:
         pin: bool,
         is_stopping: bool,
     ) -> SaveHandle | None:
-        """Begins the save of a step. If it fails at once and `on_failed_save` lets training go on, returns None for a
-        synchronous save, which fails on all ranks, else a handle that fails: other ranks may have one by now.
+        """Begins the save of a step, and returns its handle. If it fails at once and `on_failed_save` lets training go
+        on, returns None for a synchronous save, which fails on all ranks, else a handle that has failed: other ranks
+        may have a handle by now.
         """
         options, is_async = self._options.save, self._options.async_save and not is_stopping
         checked: dict[str, float] = {}
@@ -219,10 +220,9 @@ class ManagedSaves:
         metrics: Mapping[str, float] | None,
         checked: dict[str, float],
     ) -> Mapping[str, Any] | None:
-        """Returns the metadata with the metrics of rank 0, which are put into `checked`; no others count.
-
-        It is called in a phase whose errors all ranks raise, so an error of the preparation is raised here too. Raises
-        CheckpointMismatchError (conflict) if `metadata` has metrics.
+        """Returns the metadata; on rank 0 with the metrics, which it also puts into `checked`, and after noting that
+        the save begins. All ranks raise what one raises here: what Background.begin_save raises, an error of the
+        preparation, or CheckpointMismatchError (conflict) if `metadata` has metrics.
         """
         if self._owned is not None:
             self._owned.background.begin_save(step, timeout_s=self._options.save.timeout_s)
@@ -252,7 +252,9 @@ class ManagedSaves:
         )
 
     def _before_commit(self, owned: OwnedRoot, step: int, *, pin: bool) -> None:
-        """Writes what must be there before the manifest: the branch and the pin. Raises if the root has been lost."""
+        """Writes the branch and the pin, which must be there before the manifest. Without `pin`, removes the pin of an
+        earlier save of the step that failed. Raises CheckpointSaveError (superseded) if another manager owns the root.
+        """
         owned.generation.check(outcome="Nothing of this save was committed. ")
         # Before the pin, so that the next manager knows which checkpoint was pinned ahead of its replacement.
         if self.new_branch is not None:
@@ -267,8 +269,8 @@ class ManagedSaves:
 
     def _may_replace(self, owned: OwnedRoot, step: int) -> bool:
         """Returns True if the existing checkpoint of a step may be replaced: `overwrite` is set, or training has left
-        its branch, or an earlier manager committed it after this one had claimed the root. Notes it as replaced then.
-        Raises CheckpointExistsError if it is pinned or leased.
+        its branch, or an earlier manager committed it after this one had claimed the root. If so, adds its save id to
+        `background.replaced`, or raises CheckpointExistsError if it is pinned or leased.
         """
         is_left, is_overwritten = step in self.abandoned, self._options.save.overwrite
         may_be_late = step > self.newest_seen and bool(owned.generation.earlier_prefixes)
@@ -344,8 +346,8 @@ class ManagedSaves:
             self._owned.background.add(Commit(step_info, on_save))
 
     def wait_until_noted(self, step: int) -> None:
-        """Waits for the save of this step if it is in flight, until the background knows its commit: a mark that is
-        noted before that is forgotten when the commit is. Raises the error of the save.
+        """If the save of this step is in flight, waits for its end, and until the background knows the commit, which
+        overwrites a mark that was noted before. Raises the error of the save.
         """
         if self.begun is not None and self.begun.step == step:
             self.begun.handle.result()

@@ -50,7 +50,9 @@ class OpenedRoot(msgspec.Struct, frozen=True):
 
 
 def look_at(store: Store, clock: StorageClock | None, generation: int) -> OpenedRoot:
-    """Returns the root as it is found, `save_s` only with a clock, which moves past the commit of the newest step."""
+    """Returns what the root has now. Moves a clock forward to the commit of the newest step; without a clock, `save_s`
+    is 0.0.
+    """
     newest, save_s = next(layout.newest_steps(store), None), 0.0
     if newest is not None and clock is not None and (found := step_records.read_step(store, newest)):
         clock.keep_after(found.info.time)
@@ -96,7 +98,7 @@ class Generation(NamedTuple):
             )
 
     def is_newest(self) -> bool:
-        """Returns True unless another manager owns the root. What that manager wants to keep is not known here."""
+        """Returns True unless another manager owns the root: what that one wants to keep, this process cannot know."""
         return max(_generation_numbers(self.store), default=0) <= self.number
 
     def is_claimed_in(self, store: Store) -> bool:

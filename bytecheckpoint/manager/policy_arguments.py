@@ -34,7 +34,7 @@ def _show(value: object) -> str:
 
 
 def check_parts(parts: Iterable[object]) -> None:
-    """Raises ValueError if a class is among policies that are joined."""
+    """Raises ValueError if one of the policies to be joined is a class, and no object of it."""
     for part in parts:
         if isinstance(part, type):
             raise ValueError(f"| and & join policies, and {part.__qualname__} is the class of one: call it")

@@ -137,26 +137,26 @@ def given_step(step: object, *, takes: str = "the manager takes the number of a 
 
 
 def count_open_restores(store: Store) -> dict[int, int]:
-    """Returns the number of restores that have not ended, by step."""
+    """Returns, by step, the number of restores of which the store has a note that they began, and none of their end."""
     return Counter(_open_notes(store).values())
 
 
 def note_restore(store: Store, step: int, *, time: float) -> None:
-    """Notes that a restore of the step begins."""
+    """Writes a note to the store that a restore of the step begins."""
     name = f"{RESTORES_FOLDER}/{step:08d}-{secrets.token_hex(4)}.json"
     store.write(name, one_block(msgspec.json.encode({"version": 1, "step": step, "time": time})), replace=False)
 
 
 def forget_restores(store: Store, step: int | None) -> None:
-    """Forgets the restores of a step, or of all steps for None."""
+    """Deletes the notes of all restores of a step, or of all steps for None."""
     for name, number in _notes(store).items():
         if step is None or number == step:
             store.delete(join_name(RESTORES_FOLDER, name))
 
 
 def try_to_forget_restores(store: Store, step: int) -> None:
-    """Forgets the restores of a step. Where the store does not permit to delete their notes, writes notes of their
-    end. An error is logged, not raised, and the first commit of a manager forgets the restores.
+    """Deletes the notes of all restores of a step. Where the store does not permit that, writes notes of their end. An
+    error is logged, not raised: the first commit of a manager deletes all notes.
     """
     try:
         try:

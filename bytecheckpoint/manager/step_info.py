@@ -26,7 +26,8 @@ class StepInfo:
     committed: bool
     """False for the step whose save is in flight and for the one at which training is."""
     stopping: bool = False
-    """For the step at which training is: True if all ranks have agreed to stop."""
+    """For the step at which training is: True if all ranks have agreed to stop. A CheckpointManager saves then without
+    asking a policy, so that its policies see False."""
     save_id: str = ""
     """Save id of the checkpoint; empty if there is none yet."""
     num_bytes: int = 0

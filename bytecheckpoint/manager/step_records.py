@@ -273,8 +273,8 @@ def read_step(
     reads_manifest: bool = False,
     on_damaged: Callable[[int, CheckpointError], object] = _warn_of_damaged,
 ) -> StoredStep | None:
-    """Returns a committed step, marked as abandoned if it has this save id; None if it was deleted or is damaged. The
-    other arguments are those of `list_steps`.
+    """Returns a committed step, marked as abandoned if its save id is `abandoned_save_id`; None if it was deleted or is
+    damaged. The other arguments are those of `list_steps`.
     """
     folder = layout.step_folder(step)
     listing = store.list(folder)

@@ -350,8 +350,8 @@ def _remove(folder: Path) -> None:
 
 @contextmanager
 def _locked(jobs: Sequence[JobFolder], location: str) -> Iterator[None]:
-    """Registers as a process of these jobs. Raises CheckpointSaveError (superseded) if other processes of them live,
-    and CheckpointNotFoundError if the folder of one is gone.
+    """Registers this process with these jobs for the block. Raises CheckpointSaveError (superseded) if other processes
+    of a job live, and CheckpointNotFoundError if the folder of a job is gone.
     """
     with ExitStack() as joined:
         names = set()

@@ -223,8 +223,8 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
 
 
 def _note_protected(slots: JobMemory, held: HeldSave) -> None:
-    """Notes on this host that the save survives the loss of a host, or that none can where its copies or parity were
-    refused. Frees the slots of the earlier save that was kept for that loss.
+    """Notes on this host that no earlier save is needed against the loss of a host: this one survives it, or none can,
+    where copies or parity were refused. Frees the slots of the earlier save that was kept for it.
     """
     save_id = held.record.save_id
     with _tidying(slots):
@@ -263,7 +263,9 @@ def _leave_in_place(content: memoryview, byte_offset: int) -> None:
 
 
 class _StagedFiles:
-    """The data files that it writes to the slot of this rank: its own, and those of other ranks that it mirrors."""
+    """The data files in the slot of this rank: its own, and those of other ranks that it mirrors. Making the object
+    computes their digests and marks them in the slot as whole.
+    """
 
     def __init__(self, prepared: PreparedSave, slots: JobMemory) -> None:
         agreed, ranks, plan = prepared.agree(), prepared.call.ranks, prepared.agree().rank_plan
@@ -282,7 +284,7 @@ class _StagedFiles:
         self._mark_whole(names)
 
     def drop(self, divergent: Sequence[DivergentFile]) -> list[DivergentReplica]:
-        """Marks files that differ from their owners' as not valid, and returns the tensors that differ."""
+        """Marks the `divergent` files in the slot as not valid, and returns their tensors that differ."""
         if not divergent:
             return []
         divergent_by_name = {(each.owner, each.number): each for each in divergent}
@@ -354,8 +356,8 @@ def _ranks_by_host(holdings: Sequence[RankHolding]) -> dict[str, list[int]]:
 
 
 def refuse_other_jobs(holdings: Sequence[RankHolding], ranks: Ranks, path: str) -> None:
-    """Raises CheckpointSaveError (superseded) if processes that are not part of this call have worked on the job for
-    longer, and live.
+    """Raises CheckpointSaveError (superseded) if a living process on a host of these ranks is not among them, and has
+    worked on the job for longer than all ranks there.
     """
     own = {each.process for each in holdings}
     for ranks_here in _ranks_by_host(holdings).values():

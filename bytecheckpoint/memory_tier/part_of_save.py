@@ -103,7 +103,9 @@ def replicas_of(part: MemoryPart | None, options: SaveOptions) -> ReplicaCopies 
 
 
 def memory_of(process: ProcessState, memory: Memory, store: Store) -> JobMemory:
-    """Returns the part of this process in the memory of the job that saves to this root."""
+    """Returns the JobMemory of this process for the job that saves to this root. The first call for a job makes it, and
+    warns of a memory root on a disk.
+    """
     root = os.fspath(memory.root)
     job = open_job(root, real_location(store, ""))
     if job.path not in process.memories:
@@ -124,8 +126,8 @@ def holding_first(
     metadata: Mapping[str, Any],
     finish: Callable[[], CheckpointInfo],
 ) -> Callable[[], CheckpointInfo]:
-    """Returns the function that finishes a save with a memory tier. It commits the save by `finish`, unless the save
-    goes to memory alone.
+    """Returns a function that holds the save in memory, then commits it by `finish`, unless the save goes to memory
+    alone.
     """
     if part.is_only:
         return partial(hold, prepared, part, metadata)

@@ -143,8 +143,8 @@ class _Copying:
         return msgspec.msgpack.decode(reply, type=_CopyOrders)
 
     def try_all(self, listener: Listener, orders: _CopyOrders, timeout_s: float) -> _CopyOutcome:
-        """Sends and takes the pieces that have not arrived yet. Failures are returned, because all ranks go on
-        together.
+        """Sends and takes the pieces that have not arrived yet, and marks copies and parity that are whole. Failures
+        are returned, because all ranks go on together.
         """
         try:
             try:
@@ -181,8 +181,8 @@ class _Copying:
         return fetches
 
     def settle(self, own: _CopyOutcome) -> _CopyOutcome:
-        """Returns one failure of any rank, the same on all ranks. If there is none, gives up older copies and returns
-        an outcome without a failure; else those of saves that failed before give way to the next.
+        """Returns one failure of any rank, the same on all ranks, or an outcome without a failure. If there is none,
+        gives up the copies of other saves; else notes that copies of this save are incomplete.
         """
         reply = self._ranks.reduce_scatter(msgspec.msgpack.encode(own), _joint_outcome)
         outcome = msgspec.msgpack.decode(reply, type=_CopyOutcome)

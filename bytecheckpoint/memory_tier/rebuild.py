@@ -138,7 +138,7 @@ def rebuild(
 
 
 def is_whole_block(block: FoundParity) -> bool:
-    """Returns True if a block of parity has the bytes that were made."""
+    """Returns True if a block of parity has the digest that was noted when it was made."""
     with mapped_file(block.place) as content:
         return xxhash.xxh3_64_intdigest(content) == block.digest
 

@@ -115,7 +115,7 @@ class ResumeCall:
         storage_options: Mapping[str, Any] | None,
         abandoned: Collection[int] | None,
     ) -> None:
-        """`abandoned` are the steps that a managed run has left: it loads only others of its path. None for others."""
+        """`abandoned` are the steps of a managed run that are not loaded from its path; None without a manager."""
         self._path, self._role = path, role
         self._is_managed, self._abandoned = abandoned is not None, abandoned or ()
         self._options = options
@@ -334,21 +334,20 @@ class ResumeCall:
         ranks.close()
 
     def _note_damage(self, version: VersionPlan, hosts: Sequence[str], content: bytes, error: CheckpointError) -> None:
-        """Looks for the holders on this host that caused the failure; the ranks of a host divide the files. `hosts` has
-        the host of each rank.
+        """Notes for the next plan that the version did not load, and which files on this host are damaged: its ranks
+        divide the files. `hosts` has the host of each rank.
         """
         held = self._held
         self._failed, self._failure, self._was_rebuilt = version.save_id, error.message, False
         if held is None or not content:
             return
         rank = dist.get_rank(self._group) if len(hosts) > 1 else 0
-        host = hosts[rank]
-        host_ranks = [other for other, name in enumerate(hosts) if name == host]
-        places = self._places(version, host)
+        host_ranks = [other for other, name in enumerate(hosts) if name == hosts[rank]]
+        places = self._places(version, hosts[rank])
         files = {file.name: file for file in parse_manifest(content, path="", check_all=False).files}
         own = [files[name] for name in sorted(places)][host_ranks.index(rank) :: len(host_ranks)]
         for name in damaged_files(held, own):
-            holder = next(each for each in version.files[name] if each.host == host)
+            holder = next(each for each in version.files[name] if each.host == hosts[rank])
             self._damaged.append(DamagedHolding(version.save_id, name, holder))
         self._held = None
 
@@ -397,4 +396,5 @@ def _has_copies(version: VersionPlan) -> bool:
 
 def _is_damage(error: CheckpointError) -> bool:
     """Returns True if the error is about the bytes of the version, so that another holder or version may load."""
-    return isinstance(error, CheckpointCorruptError) or error.kind == "missing_file"
+    is_damage = isinstance(error, CheckpointCorruptError) or error.kind == "missing_file"
+    return is_damage and error.kind != "unsupported_version"

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError, StorageError
 from bytecheckpoint.manifest import open_manifest
 from bytecheckpoint.memory_tier.parity_block import FoundParity, scan_parity
 from bytecheckpoint.planner.memory_tier.resume_plan import HolderKind, SeenVersion, StoredVersion
@@ -154,9 +154,15 @@ def look_at_path(
 ) -> list[VersionAtPath]:
     """Returns the newest committed steps that are not abandoned, at most `max_steps` and without those whose manifest
     cannot be read; and, as not committed, the files that any other save of `folders` has in its folder.
+
+    Raises StorageError if the storage fails; if it fails for the manifest of the newest step alone, only where
+    `folders` is empty, and then also CheckpointCorruptError (unsupported_version) for that manifest.
     """
-    steps = islice(_steps_at(store, abandoned), max_steps)
-    found = [each for step in steps if (each := _read_step(store, step)) is not None]
+    found: list[VersionAtPath] = []
+    for step in islice(_steps_at(store, abandoned), max_steps):
+        # Where neither memory nor a stage has a save, training would go on from an older step.
+        each = _read_step(store, step, raises_if_undamaged=not found and not folders)
+        found += [] if each is None else [each]
     committed = {each.version.save_id for each in found}
     for save_id, folder in folders.items():
         if save_id not in committed and (sizes := _uploaded_sizes(store, folder, save_id)):
@@ -197,13 +203,17 @@ def _steps_at(store: Store, abandoned: Collection[int]) -> Iterator[int]:
     return (step for step in layout.steps_below(store, "", store.list("")) if step not in abandoned)
 
 
-def _read_step(store: Store, step: int) -> VersionAtPath | None:
-    """Returns a committed step; None if its manifest cannot be read."""
+def _read_step(store: Store, step: int, *, raises_if_undamaged: bool = False) -> VersionAtPath | None:
+    """Returns a committed step. If its manifest cannot be read, logs why and returns None; with `raises_if_undamaged`
+    raises instead if the manifest may be good.
+    """
     folder = layout.step_folder(step)
     try:
         content = layout.read_manifest_bytes(store, folder)
         manifest = layout.parse_manifest(content, path=join_name(str(store), folder), check_all=False)
     except CheckpointError as error:
+        if raises_if_undamaged and (isinstance(error, StorageError) or error.kind == "unsupported_version"):
+            raise
         logger.error("step %d at the path is passed over: %s", step, error.message)  # noqa: TRY400
         return None
     files = {file.name: file.byte_length for file in manifest.files}

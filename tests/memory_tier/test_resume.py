@@ -18,12 +18,15 @@ import torch
 from forked_python import forked_python
 
 import bytecheckpoint as bcp
+from bytecheckpoint.manifest import envelope
 from bytecheckpoint.memory_tier import hold
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.saving.local_stage import LocalStage
 from bytecheckpoint.staging.memory_slots import JobMemory
+from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.memory_root import slot_file
 from bytecheckpoint.storage.memory_root.job_folder import find_jobs, open_job
+from bytecheckpoint.storage.store import Store
 
 
 @pytest.fixture
@@ -120,6 +123,37 @@ def test_storage_wins_where_it_is_newer(tmp_path: Path, root: Path) -> None:
     assert report is not None
     assert (report.step, report.sources["storage"], report.sources["memory"]) == (2, 1, 0)
     check(state, 2)
+
+
+def test_an_older_step_is_not_resumed_where_the_storage_fails_to_read_the_newest(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        bcp.save(root, state_of(step), step=step)
+    read = layout.read_manifest_bytes
+
+    def fail_for_step_2(store: Store, folder: str) -> bytes:
+        if folder == layout.step_folder(2):
+            raise bcp.StorageError("the storage does not answer", kind="unavailable")
+        return read(store, folder)
+
+    monkeypatch.setattr(layout, "read_manifest_bytes", fail_for_step_2)
+    state = empty()
+    with pytest.raises(bcp.StorageError, match="does not answer"):
+        bcp.resume(root, state, options=options(tmp_path))
+    assert state["step"] == -1
+
+
+def test_an_older_step_is_not_resumed_where_a_later_release_has_saved_the_newest(tmp_path: Path, root: Path) -> None:
+    for step in (1, 2):
+        bcp.save(root, state_of(step), step=step)
+    manifest = root / layout.step_folder(2) / layout.MANIFEST_NAME
+    manifest.write_bytes(envelope.seal(envelope.unseal(manifest.read_bytes()), version=(99, 0)))
+    state = empty()
+    with pytest.raises(bcp.CheckpointCorruptError, match=r"format version 99\.0") as raised:
+        bcp.resume(root, state, options=options(tmp_path))
+    assert raised.value.kind == "unsupported_version"
+    assert state["step"] == -1
 
 
 def test_a_save_to_storage_is_resumed_from_memory(tmp_path: Path, root: Path) -> None:

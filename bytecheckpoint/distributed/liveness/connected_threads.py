@@ -75,11 +75,12 @@ class ConnectedThreads:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Within the block, a thread looks about once a second, less often in a large group, whether the call has
-        failed on another rank: one that has ended before it was connected breaks no connection.
+        """Runs a block while a thread looks about once a second, less often in a large group, if the call has failed
+        on another rank: one that has ended before it was connected breaks no connection. If there can be no such
+        thread, runs the block alone.
 
-        Then this fails once: with CheckpointError (rank_missing) if a rank has ended that sends its messages to this
-        one, with PeerLeftError if the coordinator has the error. Not after the block. Without threads nobody looks.
+        When the call has failed, calls `_fail`: with the CheckpointError (rank_missing) about ranks that have ended and
+        send their messages to this one, else with PeerLeftError.
         """
         over, lock = threading.Event(), threading.Lock()
 
@@ -111,13 +112,15 @@ class ConnectedThreads:
         return connect(global_rank, address, own_rank, request, timeout_s=timeout_s, on_open=opened, is_over=is_over)
 
     def _interrupt(self) -> None:
-        """Ends all waits for connections."""
+        """Interrupts all connections, and lets no more be opened."""
         self._is_interrupted.set()
         for connection in (*self._inbound, *self._outbound):
             connection.interrupt()
 
     def _close(self, limit_s: float) -> None:
-        """Waits for all threads, after an error interrupts connections `limit_s` later, and closes the connections."""
+        """Waits for all threads, and closes the connections. After an error, interrupts the connections if threads
+        still use them `limit_s` later.
+        """
         if self._errors:
             wait(self._futures, timeout=limit_s)
             self._interrupt()

@@ -149,7 +149,9 @@ class HostLinks:
         self.forget()
 
     def forget(self) -> None:
-        """Closes what a fork has copied: a copy would keep a link open after the end of this process's parent."""
+        """Closes all sockets without telling the other ends. In a forked child, a copy of a link would keep the link
+        open after the end of the parent.
+        """
         listening = [self._listening] if self._listening is not None else []
         for each in [*listening, *self._new, *self._open.values()]:
             each.close()
@@ -157,8 +159,8 @@ class HostLinks:
         self._open.clear()
 
     def _note(self, rank: int, link: socket.socket) -> None:
-        """Closes a link that has become readable, and notes why: its process has ended or is unreachable, or the other
-        end closed a link that is opened again.
+        """Closes a link that has become readable, and notes if the rank at its other end has ended or is unreachable.
+        If the other end only closed the link, opens it again on a thread.
         """
         received, is_reset = None, False
         try:

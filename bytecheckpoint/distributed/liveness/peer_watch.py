@@ -119,7 +119,7 @@ class PeerWatch:
         return self._below if self._above is None else [self._above, *self._below]
 
     def ended_of_watched(self) -> list[int]:
-        """Returns those of the ranks that this one watches of which `ended` knows that their processes have ended."""
+        """Returns the ranks whose processes have ended, of those that this one watches, as `ended` does."""
         return self.ended(self._watched)
 
     def introduce(self) -> None:
@@ -149,7 +149,9 @@ class PeerWatch:
             self._links.connect(above, address)
 
     def ended(self, ranks: Collection[int]) -> list[int]:
-        """Returns those of `ranks` found ended more than `_LAST_MESSAGES_S` ago: their last messages have arrived."""
+        """Returns those of `ranks` found ended more than `_LAST_MESSAGES_S` ago: their last messages have arrived.
+        Warns once of each rank whose host does not answer.
+        """
         with self._lock:
             self._find(ranks)
             found = self._local.ended() | (self._links.ended() if self._links is not None else set())

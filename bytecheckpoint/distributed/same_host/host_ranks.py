@@ -70,8 +70,8 @@ class HostRanks:
                 self.others.pop(rank).close()
 
     def map_pages(self, received: Mapping[int, int], passed_on: int) -> None:
-        """Maps all pages of the memories that will be filled whole. `received` has the bytes that this rank will take
-        out of the memory of other ranks; `passed_on` counts those that go through its own.
+        """Maps all pages of the memories that will be filled whole. `received` has, by rank, the number of bytes that
+        this rank will take out of the memory of other ranks; `passed_on` the number that goes through its own.
         """
         for rank, num_bytes in received.items():
             if num_bytes >= self.others[rank].content.nbytes:
@@ -101,7 +101,9 @@ class HostRanks:
         return self._processes.ended() & {*self.others}
 
     def leave(self, *, is_silent: bool) -> None:
-        """Tells the other ranks, once, that this one leaves early; `is_silent` if the coordinator will not say why."""
+        """Tells the other ranks, once, that this one leaves early; `is_silent` if the coordinator will not say why. A
+        rank whose queue is full is not told.
+        """
         if not self._has_left:
             self._has_left = True
             for rank in self.others:
@@ -150,7 +152,7 @@ def _log_no_sharing(what: str, error: Exception) -> None:
 
 
 def _offers_by_host(payloads: Sequence[bytes]) -> list[bytes]:
-    """Returns the offers of all ranks of each rank's host, by rank; an empty dict for a rank that offers no memory."""
+    """Returns, for each rank, the encoded offers of the ranks of its host by rank; of none if it offers no memory."""
     offers = [msgspec.msgpack.decode(payload, type=MemoryOffer | None) for payload in payloads]
     by_host: dict[tuple[str, str], dict[int, MemoryOffer]] = {}
     for rank, offer in enumerate(offers):

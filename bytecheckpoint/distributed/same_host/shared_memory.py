@@ -137,7 +137,9 @@ class PeerMemory:
         self.content = _with_pages(self._memory, self.content)
 
     def send(self, message: Message) -> bool:
-        """Sends a message, or drops it if the other rank has closed the queue; returns False if that is full."""
+        """Sends a message. Returns False, with nothing sent, if the queue is full. If the other rank has closed the
+        queue, drops the message and returns True.
+        """
         with suppress(BrokenPipeError):
             try:
                 os.write(self._queue, _MESSAGE.pack(*message))

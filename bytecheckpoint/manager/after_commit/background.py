@@ -114,8 +114,8 @@ class Background:
         self._second.work.ask()
 
     def go_on_from(self, step: int, branch: Branch, passed_over: Collection[int]) -> None:
-        """Keeps the restored step, and the steps that were passed over, which may be good, until the next restore, and
-        leaves the steps that `branch`, which begins there, has as abandoned.
+        """Protects the restored `step`, and the steps that were passed over, which may be good, from deletion until the
+        next restore. Marks the steps that are abandoned in `branch`, which begins at `step`.
         """
         self._held = {**dict.fromkeys(passed_over, "passed over by restore"), step: "restored"}
         self.steps.set_abandoned(branch.abandoned)
@@ -130,8 +130,8 @@ class Background:
         self._work.ask()
 
     def begin_save(self, step: int, *, timeout_s: float) -> None:
-        """Notes that a save of the step begins: no deletion of it begins before `end_save`. Waits for one under way;
-        raises StorageError (unavailable) if that takes longer than half of `timeout_s`.
+        """Notes that a save of the step begins: the step is not deleted before `end_save`. If it is being deleted,
+        waits for the end of that; raises StorageError (unavailable) after half of `timeout_s`.
         """
         with self._use:
             self._await_deletion(step, timeout_s)
@@ -145,8 +145,8 @@ class Background:
             self.saves.end()
 
     def note_restore(self, step: int, *, timeout_s: float) -> None:
-        """Notes, also in the store, that a restore of the step begins: no deletion of it begins before another step is
-        restored. Waits as `begin_save` does for one under way, after which the step cannot be loaded.
+        """Notes, also in the store, that a restore of the step begins: the step is not deleted before another one is
+        restored. If it is being deleted, waits and raises as `begin_save` does; then the step cannot be loaded.
         """
         with self._use:
             self._await_deletion(step, timeout_s)
@@ -155,7 +155,9 @@ class Background:
             note_restore(self._store, step, time=self._clock.now())
 
     def _await_deletion(self, step: int, timeout_s: float) -> None:
-        """Half of the time, so that the other ranks still wait for this one and raise its error."""
+        """Waits until the step is not being deleted. Raises StorageError (unavailable) after half of `timeout_s`: the
+        other ranks still wait for this one then, and raise its error. The caller holds `_use`.
+        """
         if not self._use.wait_for(lambda: self._deleting != step, timeout_s / 2):
             raise StorageError(
                 f"step {step} of {self._store} is being deleted, and was not gone after {timeout_s / 2:g} s; nothing "
@@ -180,9 +182,8 @@ class Background:
             raise self._copy_error(copy_failure)
 
     def _finish(self, hanging_s: float) -> Exception | None:
-        """Waits and warns as `wait` does; returns the failure of copies. Both threads work side by side, so the limits
-        of both count from the same moment; those of deletions once more from the end of the copies, after which more
-        may be deleted.
+        """Waits and warns as `wait` does; returns the failure of copies, or None. The time limits of both threads count
+        from the call. Those of deletions count again from the end of the copies, which may have made more of them due.
         """
         failing_s, began = min(_FAILING_S, hanging_s), time.monotonic()
         if self._clock.now() > self._lease_ends_at:
@@ -213,7 +214,7 @@ class Background:
         return error
 
     def close(self, hanging_s: float) -> None:
-        """Does what `wait` does, and ends the threads. A copy that hangs is only logged, and raises nothing."""
+        """Does what `wait` does, and ends the threads. For a copy that hangs, logs a warning and raises nothing."""
         copy_failure = self._finish(hanging_s)
         self._work.close()
         if self._second is not None:
@@ -224,7 +225,9 @@ class Background:
             raise self._copy_error(copy_failure)
 
     def _catch_up(self) -> None:
-        """Records commits, finishes the deletions of an attempt that has failed, then makes those that are due."""
+        """Records commits, and finishes interrupted deletions. Once this manager has committed, also clears what
+        earlier ones left, deletes what the policy does not keep, and writes the records that steps lack.
+        """
         self._try_to_record()
         if self._may_be_half_deleted:
             finish_deletions(self._store, now=self._clock.now(), pace=self._pace)  # first: it may bring a step back
@@ -254,7 +257,7 @@ class Background:
         self._pauses.pause()
 
     def _try_to_record(self) -> None:
-        """Records commits, unless there is no space: deletions make some."""
+        """Records commits. If there is no space, leaves them for after the next deletions, which make some."""
         try:
             self._record_commits()
         except CheckpointSaveError as error:
@@ -262,7 +265,7 @@ class Background:
                 raise
 
     def _record_commits(self) -> None:
-        """Writes the records of new commits, calls their `on_save`, and wakes the copies."""
+        """Writes the records of new commits, calls their `on_save`, and asks for their copies."""
         while self._commits:
             commit = self._commits[0]
             step_records.write_record(self._store, step_folder(commit.info.step), commit.info)

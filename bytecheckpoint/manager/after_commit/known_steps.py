@@ -75,8 +75,9 @@ class KnownSteps:
                 self._abandoned.discard(info.step)
 
     def drop_deleted(self) -> None:
-        """Forgets the steps that other programs have deleted: all whose folders are gone, and those among the newest
-        that have no manifest. Costs one listing, and a request for each of the newest.
+        """Forgets the steps that other programs have deleted: all whose folders are gone, and those without a manifest
+        that are newer than the oldest of the `_LOOKED_AT` newest committed steps. Costs one listing, and a look for the
+        manifest of each of the newest.
         """
         with self._lock:
             known = dict(self._steps)

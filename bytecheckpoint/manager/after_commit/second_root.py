@@ -110,7 +110,9 @@ class SecondRoot:
         return held if in_copy is None else {**held, in_copy: "is copied"}
 
     def await_branch(self, branch: Branch) -> None:
-        """Lets all steps wait until a commit has written this branch, and the copies that it leaves are marked."""
+        """Makes `waiting` return all steps until a commit has written this branch, and the copies that it abandons are
+        marked.
+        """
         self._awaited = frozenset(branch.starts)
 
     def renew(self, step: int) -> None:
@@ -194,7 +196,7 @@ class SecondRoot:
         self._unless_refused(partial(generation.clear_earlier, before_folder=self._let_saves_go_first))
 
     def _begin_round(self) -> dict[int, StoredStep]:
-        """Returns the steps of the second root, and takes over those with new metrics. In the first round, finishes
+        """Returns the steps of the second root, and moves `_renewed` to `_to_renew`. In the first round, finishes
         deletions that were interrupted there, then lists the root; later rounds know its steps.
         """
         if self._copies is None:
@@ -210,8 +212,8 @@ class SecondRoot:
         return copies
 
     def _sources(self, copies: dict[int, StoredStep]) -> Sequence[StoredStep]:
-        """Returns the steps of the first root. Before, marks the abandoned steps in `copies`, and records them in the
-        second root, where a run may go on. No branch is missed that training left before it committed the newest step.
+        """Returns the steps of the first root. Marks the abandoned steps in `copies`, and writes them as the branch of
+        the second root, where a run may go on. The branch that is read for this is no older than the steps.
         """
         source_steps = self._steps.all()
         source = read_branch(self._source)  # after the steps: a branch is written before its first commit
@@ -231,7 +233,9 @@ class SecondRoot:
         return source_steps
 
     def _copy(self, info: StepInfo, copies: dict[int, StoredStep]) -> None:
-        """Copies a step to the second root, and adds it to `copies`. Forgets a step that another program deleted."""
+        """Copies a step to the second root, and adds it to `copies`. If another program has deleted the step from the
+        first root, forgets it as a step of that root instead. Raises the other errors of `copy_step`.
+        """
         folder = layout.step_folder(info.step)
         may_replace = self._replaceable(copies.get(info.step))
         self._let_saves_go_first()
@@ -262,7 +266,7 @@ class SecondRoot:
         logger.info("step %d was copied to %s", info.step, self._target)
 
     def _replaceable(self, copy: StoredStep | None) -> list[str]:
-        """Returns the save id of a copy if the copy of another checkpoint may replace it, else an empty list."""
+        """Returns a list with the save id of `copy` if another checkpoint may be copied over it, else an empty one."""
         if copy is None:
             return []
         save_id, folder = copy.info.save_id, layout.step_folder(copy.info.step)
@@ -271,7 +275,7 @@ class SecondRoot:
         return [] if protection_of(self._target, folder, now=self._clock.now()) else [save_id]
 
     def _delete_copies(self, copies: dict[int, StoredStep]) -> None:
-        """Deletes the copies, but the newest, that neither the policy, a pin nor a lease keeps, also from `copies`."""
+        """Deletes the copies that neither the policy, a pin nor a lease keeps, also from `copies`. The newest stays."""
         now = self._clock.now()
         stays = self._wanted(self._sources(copies), copies) | held_by_leases([*copies.values()], now=now).keys()
         for step in step_records.ordered([*copies.values()])[:-1]:  # the newest copy always stays

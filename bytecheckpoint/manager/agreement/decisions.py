@@ -27,7 +27,7 @@ class Decisions:
         self._root = root
 
     def decide_together(self, doing: str, decide: Callable[[], T], kind: type[T]) -> T:
-        """Returns on every rank what `decide` returns on rank 0; its error is raised on every rank. All ranks call this
+        """Calls `decide` on rank 0 alone; returns its answer, or raises its error, on every rank. All ranks call this
         together.
         """
         with self._call(doing) as ranks:
@@ -35,14 +35,14 @@ class Decisions:
             return msgspec.msgpack.decode(ranks.broadcast(message), type=kind)
 
     def decide_alike(self, doing: str, find: Callable[[], str], decide: Callable[[], T], kind: type[T]) -> T:
-        """Calls `find` on every rank, which has to return the same place on all, then does as `decide_together`. Raises
-        CheckpointMismatchError (conflict) for different places, and on all ranks the error of `find` on one.
+        """Calls `find` on every rank, which has to return the same text on all, then does as `decide_together`. Raises
+        CheckpointMismatchError (conflict) for different texts, and on all ranks the error of `find` on one.
         """
         with self._call(doing) as ranks:
 
-            def answer(places: list[bytes]) -> list[bytes]:
-                check_same("open", [place.decode() for place in places], ranks.global_ranks)
-                return [msgspec.msgpack.encode(decide())] * len(places)
+            def answer(found: list[bytes]) -> list[bytes]:
+                check_same("open", [text.decode() for text in found], ranks.global_ranks)
+                return [msgspec.msgpack.encode(decide())] * len(found)
 
             return msgspec.msgpack.decode(ranks.reduce_scatter(find().encode(), answer), type=kind)
 
@@ -63,9 +63,8 @@ class Decisions:
 
     @contextmanager
     def _call(self, doing: str) -> Iterator[Ranks]:
-        """Surrounds what all ranks do in one call, as `together` does, and gives the ranks. The name of the call has
-        `doing`, so that a rank which does something else is refused: no path belongs there, which may differ between
-        ranks or hold credentials.
+        """Yields the connected ranks, and raises an error of the body on all of them, as `together` does. A rank whose
+        `doing` differs is refused; it must not hold a path, which may differ between ranks or hold credentials.
         """
         wait_until_numbered()
         about = Subject(self._root, None, is_save=False, call=f"CheckpointManager ({doing})")
@@ -84,8 +83,8 @@ class StorageClock:
         self._offset_s = time.time() + offset_s - time.monotonic()
 
     def keep_after(self, time_s: float) -> None:
-        """Moves the clock forward to a time that has passed already, if it is behind, so that `now` is never earlier. A
-        time in the future, of a clock that was wrong, is taken for the present as well.
+        """Moves the clock forward to `time_s` if it is behind: `now` never returns an earlier time from then on. Does
+        so even for a time that is in the future because another clock was wrong.
         """
         self._offset_s = max(self._offset_s, time_s - time.monotonic())
 

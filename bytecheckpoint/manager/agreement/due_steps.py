@@ -28,8 +28,8 @@ class DueSteps(NamedTuple):
     """None on ranks other than rank 0."""
 
     def is_due(self, step: int, *, is_forced: bool, is_stopping: bool) -> bool:
-        """Returns True if this step is to be saved now; for the step of the newest save, or else the restored one, only
-        if `is_forced`. All ranks call it together.
+        """Returns True if this step is to be saved now: if `is_forced`, `is_stopping`, or the policy asks for it; the
+        step `newest` only if `is_forced`. All ranks call this together.
         """
         if is_forced or step == self.newest:
             return is_forced
@@ -40,7 +40,9 @@ class DueSteps(NamedTuple):
         return self.decisions.decide_together(f"deciding about step {step}", partial(self._decide, step), bool)
 
     def is_known_due(self, step: int) -> bool:
-        """Returns True if it is known now that a later step is due: by a policy that depends on the step alone."""
+        """Returns True if it is known ahead that this step will be due. False if the policy does not depend on the step
+        alone.
+        """
         return save_policies.is_step_only(self.policy) and step != self.newest and self._is_due_by_step(step)
 
     @property

@@ -15,8 +15,8 @@ from bytecheckpoint.saving.in_flight import process_state
 
 
 def failed_save(error: CheckpointError, options: SaveOptions) -> SaveHandle:
-    """Returns the handle of a save with these options that fails with this error. Whoever never asks the handle gets
-    the error as that of any save: from the next one, or at the end of the program.
+    """Returns the handle of a save with these options that has failed with this error. If nobody asks the handle, the
+    error is raised by the next save, or at the end of the program, as for any save.
     """
 
     def fail() -> NoReturn:

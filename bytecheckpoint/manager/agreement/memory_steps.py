@@ -105,7 +105,9 @@ class MemorySteps:
         return bool(self._policy.due(now, held))
 
     def save(self, step: int, state: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> SaveHandle | None:
-        """Begins to save a step to memory. Returns None, or a handle that fails, as ManagedSaves.begin does."""
+        """Waits for the saves in flight, then begins the save of a step to memory, and returns its handle. If that
+        fails at once, raises, or returns None or a handle that has failed, as ManagedSaves.begin does.
+        """
         self._saves.settle()
         options = self._options.save
         if step in self._saves.abandoned:

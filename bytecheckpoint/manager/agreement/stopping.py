@@ -99,7 +99,7 @@ class StopRequests:
 
     @property
     def reason(self) -> str:
-        """The reason for which this rank is to stop now; empty if it is not."""
+        """The reason why this rank is to stop now, from then on the same; empty while it is not to stop."""
         if not self._reason and self._deadlines:
             left_s, reason = min((at - now(), reason) for now, at, reason in self._deadlines)
             if left_s <= self._needed_s():
@@ -155,9 +155,9 @@ class GroupStop:
         timeout_s: float,
         find_ended: Callable[[], Sequence[int]] = tuple,
     ) -> None:
-        """`token` is the same on all ranks of this manager, and on no other's. `rank` is a position in `global_ranks`,
-        the ranks of the group by which errors name them. `find_ended` returns those of the ranks that this one watches
-        whose processes have ended.
+        """`token` is the same on all ranks of this manager, and on no other's. Ranks are positions in `global_ranks`,
+        whose numbers errors name. `find_ended` returns the ranks whose processes have ended, of those that this one
+        watches.
         """
         self.reason = ""
         self._requests = requests

@@ -61,8 +61,8 @@ class LogWriter:
         return branch_folder(self._generation.number, self._branch)
 
     def add(self, record: LogRecord) -> None:
-        """Hands over a record; ignores one of a step that a commit covers. Of more than `_MAX_WAITING` records that
-        wait to be written, drops the oldest. Never blocks.
+        """Hands over a record to be written. Ignores it if the committed step is no earlier, or another manager owns
+        the root. Of more than `_MAX_WAITING` records that wait, drops the oldest. Never blocks.
         """
         with self._lock:
             if self._is_superseded or record.step <= self._committed:
@@ -121,7 +121,7 @@ class LogWriter:
             logger.warning("%s", error)
 
     def close(self) -> None:
-        """Waits, and ends the thread."""
+        """Waits as `wait` does, and ends the thread."""
         self.wait()
         self._work.close()
 

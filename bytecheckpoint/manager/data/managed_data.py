@@ -115,7 +115,7 @@ class ManagedData:
         return choice.step
 
     def _catch_up(self, state: Mapping[str, Any] | None) -> None:
-        """Takes the loaders of the state, and waits until the log of this rank is written."""
+        """Remembers the loaders of the state, and waits until the log of this rank is written."""
         self._take_loaders(state)
         if self._log is not None:
             self._log.finish()
@@ -155,8 +155,8 @@ class ManagedData:
 
     def leave_branch(self, state: Mapping[str, Any]) -> None:
         """Forgets all positions that were logged, and what was prepared for the next save: training goes on from
-        another step. Changes no weights and no loader, and takes the loaders of `state` from now on. All ranks call
-        this together, and all raise if the `state` of one is no state, or the positions of rank 0 cannot be deleted.
+        another step. Changes no weights and no loader, and remembers the loaders of `state`. All ranks call this
+        together, and all raise if the `state` of one is no state, or the positions of rank 0 cannot be deleted.
         """
         self._saves.prepared.forget()
         if self._log is not None:
@@ -176,7 +176,7 @@ class ManagedData:
             self._log.wait()
 
     def close(self) -> None:
-        """Waits, and ends the log."""
+        """Waits as `wait` does, and ends the thread of the log."""
         if self._log is not None:
             self._log.close()
 
