@@ -318,6 +318,31 @@ def test_extra_state_of_a_module_is_kept(tmp_path: Path) -> None:
     assert torch.equal(bcp.open(tmp_path / "c").state_dict()["model.norm._extra_state.amax"], torch.full((3,), 2.0))
 
 
+class WithTensorAsExtraState(torch.nn.Linear):
+    def get_extra_state(self) -> torch.Tensor:
+        return self.amax
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.amax = state
+
+
+def test_extra_state_that_is_a_tensor_is_loaded_into_its_module(tmp_path: Path) -> None:
+    module, loaded = WithTensorAsExtraState(2, 2), WithTensorAsExtraState(2, 2)
+    module.amax, loaded.amax = torch.ones(3), torch.zeros(3)
+    tmp_path.joinpath("c").mkdir()
+    states = model_states(dict(module.state_dict())) | {"param_shapes": None, "shared_params": None}
+    torch.save(states, tmp_path / "c" / "mp_rank_00_model_states.pt")
+    bcp.load(tmp_path / "c", {"model": loaded})
+    assert torch.equal(loaded.amax, module.amax)
+
+
+def test_a_value_of_a_module_that_is_no_tensor_is_kept(tmp_path: Path) -> None:
+    tmp_path.joinpath("c").mkdir()
+    states = model_states({"weight": torch.ones(2), "num_updates": 3}) | {"param_shapes": None, "shared_params": None}
+    torch.save(states, tmp_path / "c" / "mp_rank_00_model_states.pt")
+    assert plain_leaves(bcp.open(tmp_path / "c"))["model.num_updates"] == 3
+
+
 def test_a_dynamic_loss_scale_is_kept_and_what_other_ranks_have_of_their_own_is_named(
     tmp_path: Path, classes: Any
 ) -> None:

@@ -99,7 +99,7 @@ def _by_rank(names: set[str], pattern: re.Pattern[str], path: str) -> list[str]:
 
 
 def _add_frozen(models: Sequence[SavedFile], zero: deepspeed_zero.ZeroBuilder) -> None:
-    """Adds parameters that no optimizer has. Each file has the whole parameter; with ZeRO 3, one part of it."""
+    """Adds parameters that no optimizer has. Each file has the whole parameter; with ZeRO 3, its rank's part."""
     builder = models[0].builder
     for name, shape in (models[0].value.get("frozen_param_shapes") or {}).items():
         fqn = f"model.{name}"
@@ -116,8 +116,8 @@ def _add_frozen(models: Sequence[SavedFile], zero: deepspeed_zero.ZeroBuilder) -
 
 
 def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None:
-    """Adds all of the model's file, client state too, and the plain data of `state`, which is None without ZeRO.
-    Weights that it names, which `model` has in full precision, go under `module`, the others under `model`.
+    """Adds all of the model's file, client state too, and the plain data of `state`, which is None without ZeRO. A
+    weight that `state` names goes under `module`, because `model` has it in full precision; others under `model`.
     """
     value, builder = saved.value, saved.builder
     flat = state.names if state else frozenset()
@@ -125,12 +125,12 @@ def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None
     for name, view in value["module"].items():
         stored = shared.get(name, name)
         # ZeRO 3 leaves empty tensors in the place of parameters.
-        if isinstance(view, StoredView) and not (stored in flat and not all(view.shape)):
+        if not isinstance(view, StoredView) or is_extra_state(name):
+            builder.trees[f"model.{name}"] = saved.plain(view, f"model.{name}")
+        elif not (stored in flat and not all(view.shape)):
             fqn = f"module.{name}" if stored in flat else f"model.{stored}"
             if fqn not in builder.tensors:  # else it was added as a frozen one
                 saved.add_tensor(fqn, view)
-        elif is_extra_state(name):
-            builder.trees[f"model.{name}"] = saved.plain(view, f"model.{name}")
     for alias, name in shared.items():
         if f"model.{alias}" not in builder.tensors and f"model.{name}" in builder.tensors:
             builder.add_alias(f"model.{alias}", f"model.{name}")
