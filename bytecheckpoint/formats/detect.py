@@ -62,8 +62,8 @@ def find_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
 
 
 def find_step(store: Store, step: int | None, listing: Mapping[str, int | None]) -> ForeignPlace | None:
-    """Returns the foreign checkpoint that a step's folder is, in the root with this listing; for a step of None, the
-    one that a folder is which a tracker file in the root names. Returns None if there is no such checkpoint.
+    """Returns the foreign checkpoint in the folder of a step, below the root with this listing; for a step of None, in
+    the folder that a tracker file in the root names. Returns None if there is no such checkpoint.
     """
     names = _latest(store, listing) if step is None else _names_of(step)
     for name in _folders_among(names, listing):
@@ -76,9 +76,9 @@ def find_step(store: Store, step: int | None, listing: Mapping[str, int | None])
 def find_unfinished_error(
     store: Store, step: int | Literal["latest"] | None, listing: Mapping[str, int | None]
 ) -> CheckpointNotFoundError | None:
-    """Returns the error for a path at which `find_folder` and `find_step` find nothing: for a folder (of the int step,
-    else the root) in which a part of a foreign checkpoint is missing, and, for "latest" alone, for a root that has
-    steps but no folder of the latest. Returns None for anything else.
+    """Returns the error for a path at which `find_folder` and `find_step` find nothing, if a part of a foreign
+    checkpoint is missing: in the folder of the int step, else in the root; for "latest", also in the folder of the
+    latest step, or that folder itself, where there are steps. Returns None for anything else.
     """
     if isinstance(step, int):
         found = (unfinished.unfinished_error(store, name) for name in _folders_among(_names_of(step), listing))

@@ -45,7 +45,7 @@ class FoundCheckpoint(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """Options to open each store with in which a checkpoint is looked for."""
+    """Options for opening the stores in which a checkpoint is looked for."""
 
     storage_options: Mapping[str, object] | None
     timeout_s: float | None = None
@@ -175,8 +175,8 @@ def split_path(path: str) -> tuple[str, str]:
 
 
 def manifest_bytes(found: FoundCheckpoint) -> bytes:
-    """Returns the encoded manifest of a checkpoint, for one rank to send to all. That of a foreign checkpoint was
-    checked, all of it; that of a checkpoint of this library was not.
+    """Returns the encoded manifest of a checkpoint, for one rank to send to all. Checks all of it for a foreign
+    checkpoint, and nothing of it for a checkpoint of this library.
 
     Raises the errors of `layout.read_manifest_bytes`, or the CheckpointErrors of `detect.read_manifest`.
     """
