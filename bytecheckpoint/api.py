@@ -222,7 +222,8 @@ def resume(
     verified; `load_options.verify` counts only for a checkpoint of which nothing but the path has files.
 
     What is damaged is read from another holder, or the next older checkpoint is taken, by all ranks together. Newest
-    is by the branch of training first: a save after a load at a step is newer than all that were made before.
+    means of the latest branch of training, then of the greatest step: a new process or a load begins a branch, so a
+    save after a load is newer than all saves before it.
 
     Args:
         path: What was given to `save`.

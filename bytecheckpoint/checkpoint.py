@@ -106,8 +106,8 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
     @cached_property
     def objects(self) -> dict[Any, Any]:
         """Plain data as it was saved, nested. Tensors that lie in data files are left out of its dicts: look them up in
-        the checkpoint by FQN. In a list or tuple there is a view of each. An optimizer has its `param_groups`. Values
-        that differ between ranks are not here, but in `rank_values`.
+        the checkpoint by FQN. A list or tuple has a view in the place of each tensor. An optimizer has its
+        `param_groups`. Values that differ between ranks are not here, but in `rank_values`.
         """
         request = SelectionRequest(to="torch", is_in_memory=True)
         selection = select(self.manifest, request, None)
@@ -193,8 +193,8 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         return no_tensor if any(name.startswith(f"{tree}.") for tree in self.manifest.objects) else ""
 
     def _neighbors(self, name: str, *, step: int = 1) -> dict[str, None]:
-        """Returns the names before and after this one in the alphabet: most of those that begin like it or, with the
-        step -1, by which names are read from their end, those that end like it.
+        """Returns some names that sort next to this one, because they begin like it; with the step -1, by which names
+        are read backwards, some that end like it.
         """
         names = sorted(each[::step] for each in self)
         first = max(bisect(names, name[::step]) - _NUM_COMPARED // 4, 0)
@@ -269,7 +269,7 @@ class StoredTensorView:
         return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Like indexing a tensor with integers, slices and `...`; the result is on the host, with its own memory.
+        """Reads a part, as indexing a tensor with integers, slices and `...` does, to the host, into new memory.
 
         Raises IndexError for an index that is out of range or of another kind, and for a slice whose step is below 1;
         and the errors of a load.
@@ -290,7 +290,7 @@ class StoredTensorView:
         )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:  # noqa: FBT001 - numpy's signature
-        """Serves `np.array(view)` and `np.asarray(view)`, which need a copy."""
+        """Implements `np.array(view)` and `np.asarray(view)` by `numpy`. Raises ValueError for `copy=False`."""
         if copy is False:
             raise ValueError(f"{self.fqn} lies in a file, and can only be had as a copy")
         array = self.numpy()
@@ -307,7 +307,7 @@ class StoredTensorView:
 def read_whole(
     source: Source, fqns: Sequence[str], device: torch.device | str | int = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Reads whole tensors, by the names that they are stored under. Raises the errors of a load."""
+    """Returns whole tensors by stored FQN, read to the device. Raises the errors of a load."""
     return _read_regions(source, dict.fromkeys(fqns), device)
 
 
@@ -336,7 +336,7 @@ def _refs(tree: Any, fqn: str) -> dict[str, str]:
 def _read_regions(
     source: Source, wanted: Mapping[str, Region | None], device: torch.device | str | int = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Reads these regions, by stored FQN; None is a whole tensor."""
+    """Reads a region of each tensor, given by stored FQN; None is the whole tensor. Returns the tensors by the same."""
     shards = []
     for fqn, region in wanted.items():
         dtype, shape = source.manifest.describe(fqn)

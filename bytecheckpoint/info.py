@@ -28,8 +28,7 @@ class CheckpointInfo:
     save_id: str
     """New for every save; part of the names of its data files. Empty if another program wrote the checkpoint."""
     format: str
-    """`bytecheckpoint`, or what another program wrote: `safetensors`, `torch.save`, `torch.distributed.checkpoint`,
-    `deepspeed`."""
+    """`bytecheckpoint`, or the format of another program, such as `safetensors`: docs/foreign.md lists them."""
     num_bytes: int
     """Bytes of all its data files, headers included."""
     num_tensors: int
@@ -202,7 +201,9 @@ def _facts_html(facts: CheckpointInfo | LocalInfo | RecoveredSave | DataReport |
 
 
 def describe_checkpoint(manifest: Manifest | ManifestOutline, *, path: str) -> CheckpointInfo:
-    """Returns the facts of a manifest as the public functions return them, without seconds."""
+    """Returns the facts of a manifest as the public functions return them. What only a save or a manager knows, such as
+    `seconds` and `metrics`, has its default.
+    """
     outline = manifest.outline if isinstance(manifest, Manifest) else manifest
     provenance = outline.provenance
     created = provenance.get("created_at")

@@ -127,7 +127,7 @@ def run_save(
 
 
 class _SavePlace(NamedTuple):
-    """The target of a save, and its slots in the memory tier, or None without that."""
+    """The target of a save, and its part in the memory tier, or None if the save does not use that tier."""
 
     target: SaveTarget
     memory: MemoryPart | None
@@ -136,8 +136,8 @@ class _SavePlace(NamedTuple):
 def _place_of(
     process: ProcessState, ranks: Ranks, target: SaveTarget, options: SaveOptions, *, is_only: bool
 ) -> _SavePlace:
-    """Returns the place of a save to this target. Raises if the target cannot be written, which is not checked for a
-    save to memory only (`is_only`).
+    """Returns the place of a save to this target. Unless the save is to memory only (`is_only`), checks that the target
+    can be written, and raises if not.
     """
     target = with_memory_options(target, options, is_only=is_only)
     memory = memory_part(process, target, options, is_only=is_only)
@@ -221,7 +221,7 @@ def run_load(
     ignored: Collection[str],
     opened: Callable[[Ranks, LoadOptions], Source] | None = None,
 ) -> LoadReport:
-    """Does what `api.load` promises, and with `strict` lets problems of the `ignored` kinds pass into the report.
+    """Does what `api.load` promises. With `strict`, problems of the `ignored` kinds are reported and not raised.
     `opened` returns the checkpoint, if it is not to be looked for at the path.
     """
     started = time.monotonic()
@@ -296,9 +296,8 @@ def run_resume(
     storage_options: Mapping[str, Any] | None,
     abandoned: Collection[int] | None = None,
 ) -> LoadReport | None:
-    """Does what `api.resume` promises. For a manager, which passes the `abandoned` steps at the path, loads no other
-    checkpoint there than a step that is not abandoned, and raises CheckpointMismatchError (conflict) if there are only
-    others.
+    """Does what `api.resume` promises. A manager passes the `abandoned` steps of its path: then the path is used for
+    its other steps alone, and CheckpointMismatchError (conflict) is raised if it has checkpoints but no such step.
     """
     loading = partial(
         run_load,

@@ -128,8 +128,8 @@ class Elements:
 
 
 def quantized_weights(wanted: Sequence[WantedTensor], manifest: Manifest) -> dict[str, StoredTensor]:
-    """Returns the stored tensors whose product with their scales is wanted, and what `names_beside` has for them, by
-    FQN. Raises the errors of `blocks_of`.
+    """Returns the quantized weights whose product with their scales is wanted, and the tensors that `names_beside`
+    names for them, by FQN. Raises the errors of `blocks_of`.
     """
     dtypes = {piece.fqn: tensor.dtype for tensor in wanted for piece in tensor.pieces if piece.fqn is not None}
     found: dict[str, StoredTensor] = {}
@@ -146,8 +146,8 @@ def quantized_weights(wanted: Sequence[WantedTensor], manifest: Manifest) -> dic
 
 
 def refuse_lost_blocks(selection: Selection, metadata: Mapping[str, Any]) -> None:
-    """Raises CheckpointMismatchError (conflict) for quantized weights of a target without metadata, if a load of it
-    would take blocks of other lengths than those that this metadata tells: the products would be wrong in silence.
+    """Raises CheckpointMismatchError (conflict) for quantized weights, if a load of a target without metadata would
+    take scales for blocks of other lengths than the source's `metadata` says: the products would be wrong in silence.
     """
     block = weight_block(metadata)
     shapes = {tensor.fqn: tensor.shape for tensor in selection.wanted} if block else {}
@@ -166,8 +166,8 @@ def refuse_lost_blocks(selection: Selection, metadata: Mapping[str, Any]) -> Non
 
 
 def _has_non_finite(tensor: torch.Tensor) -> bool:
-    """Returns True if any element is infinite or a NaN; there is at least one. It is several times as fast as
-    `isfinite`, for dtypes of FLOAT_DTYPES.
+    """Returns True if any element is infinite or a NaN. The tensor must have elements, and a dtype of FLOAT_DTYPES.
+    Several times as fast as `isfinite`.
     """
     bits = tensor.view(_BITS[tensor.element_size()])
     infinite = torch.tensor(float("inf"), dtype=tensor.dtype).view(bits.dtype)

@@ -24,9 +24,9 @@ _NUM_MATCHED = 1000
 
 
 def check_choice(manifest: Manifest, request: SelectionRequest, selection: Selection) -> None:
-    """Raises CheckpointMismatchError (conflict) for a glob of an entry's own name, which takes nothing of what is below
-    it, for a glob or a pattern that matches nothing, and for a part of the state of a parameter, with which the next
-    step of its optimizer would fail. An HF target has tensors alone.
+    """Raises CheckpointMismatchError (conflict) for a glob or a pattern that matches nothing; and, unless the target is
+    "hf", which has tensors alone, for a glob of an entry's own name, which takes nothing of what is below it, and for a
+    part of the state of a parameter, with which the next step of its optimizer would fail.
     """
     if request.takes_all and not request.rename:
         return
@@ -66,7 +66,9 @@ def _refuse_unmatched(names: set[str], request: SelectionRequest) -> None:
 
 
 def _refuse_globs_of_entries(entries: Sequence[str], names: set[str], request: SelectionRequest) -> None:
-    """Raises CheckpointMismatchError (conflict) for a glob that matches an entry's own name and no name below any."""
+    """Raises CheckpointMismatchError (conflict) for a glob that matches the own name of an entry, and no name in it or
+    in another one.
+    """
     below = SortedNames(names).below
     for fqn in (fqn for fqn in entries if fqn not in names):
         is_taken = any(map(request.takes, below(fqn)))

@@ -127,8 +127,8 @@ class _Plan(NamedTuple):
 
 
 def convert(request: ConvertRequest, ranks: Ranks, *, progress: Progress) -> Converted:
-    """Writes the target. `progress` gets the number of bytes that this rank will write, if it writes files, and returns
-    a context that counts them.
+    """Writes the target, on all ranks together, and closes `ranks`. On a rank that writes files, calls `progress` with
+    the number of bytes; it returns a context manager of a function that gets the bytes of each block written.
 
     Raises the errors of a load and of a save. The target is not there then, or as it was before, unless the file that
     makes it exist, which is written after the files of all ranks, was written already or may have been.
@@ -193,7 +193,9 @@ def _link(request: ConvertRequest, ranks: Ranks, about: Subject) -> Converted:
 
 
 def _open_source(request: ConvertRequest, ranks: Ranks) -> Source:
-    """Opens the source and checks its whole manifest."""
+    """Opens the source and checks its whole manifest. If a dtype is wanted, weights that are packed in MXFP4 are
+    tensors of the source too.
+    """
     options = LoadOptions(
         exchange="off",
         reader_threads=_READER_THREADS,
@@ -285,8 +287,8 @@ def _write(
     *,
     progress: Progress,
 ) -> None:
-    """Writes the files of these numbers, and adds each to `written` once it is there. A file that is the whole target
-    may replace one; of several files, only the last may, which `_commit` writes.
+    """Writes the files of these numbers, and adds each to `written` once it is there. With `overwrite`, a file that is
+    the whole target replaces an older one; of several files none does but the last, which `_commit` writes.
     """
     files = [plan.target.files[number] for number in numbers]
     if not files:
@@ -306,7 +308,7 @@ def _write(
 
 
 def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
-    """Writes the file that makes the target exist, then removes the files that the target replaces."""
+    """Writes the file that makes the target exist, unless that is a sole file; then removes files that it replaces."""
     store, target = plan.place.store, plan.target
     replaced: Sequence[str] = plan.stale
     if target.last_name == layout.MANIFEST_NAME and overwrite:

@@ -30,7 +30,9 @@ _VERSION = "1.0.0"
 
 
 def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_ranks: int, infix: str) -> TargetPlan:
-    """Plans a file for each rank. `infix` in their names tells them from the files of an older checkpoint."""
+    """Plans a file for each rank that gets any tensor or value. `infix` in the names of files tells them from those of
+    an older checkpoint.
+    """
     nested = plain.nested()
     metadata, indices, values = planned_by_torch(nested, selection.wanted)
     lost = _lost_containers(nested, metadata)

@@ -74,9 +74,9 @@ def open_target(path: str, to: TargetFormat, opening: Opening) -> TargetPlace:
 
 
 def find_existing(place: TargetPlace, to: TargetFormat, *, overwrite: bool, beside: bool) -> ExistingTarget:
-    """Returns what is at a target. Raises CheckpointExistsError (exists) where that is not to be replaced, StorageError
-    (unsupported) where the store cannot replace it. With `beside` a checkpoint of another format may stay: what is
-    written only points into it.
+    """Returns what is at a target. Raises CheckpointExistsError (exists) for a checkpoint of the target's format
+    without `overwrite`, for one of another format without `beside`, and for a place where the target would hide others
+    or be hidden; StorageError (unsupported) if the store cannot replace what is there.
     """
     try:
         listing = place.store.list("")
@@ -134,7 +134,7 @@ def refuse_own_files(place: TargetPlace, existing: ExistingTarget, names: Iterab
 
 
 def files_of_source(place: TargetPlace, names: Iterable[str], source: Source) -> set[str]:
-    """Returns those of these names at the target that are files of the source."""
+    """Returns those of `names`, of files in the target's folder, that are files of the source, even by another path."""
     used = {real_location(source.store, join_name(source.folder, file.name)) for file in source.manifest.files}
     return {name for name in names if real_location(place.store, name) in used}
 

@@ -63,7 +63,7 @@ def plan_hf(
 
 
 def left_out_values(manifest: Manifest, selection: Selection) -> list[LeftOut]:
-    """Returns a record of all plain data below each name, which an HF target has no place for."""
+    """Returns one record for each entry with plain data, and each object of ranks: an HF target has no place for it."""
     names = [fqn for fqn, tree in selection.trees.items() if has_plain_data(tree)]
     return [LeftOut(fqn, 0, 0, "plain data") for fqn in [*names, *manifest.rank_objects]]
 
@@ -85,8 +85,8 @@ def _refuse_unheld(wanted: Sequence[WantedTensor]) -> None:
 
 
 def _tensors_by_file(byte_lengths: Sequence[int], max_bytes: int) -> list[list[int]]:
-    """Returns the tensors of each file, in the checkpoint's order. A tensor larger than `max_bytes` gets a file of
-    its own.
+    """Returns the numbers of the tensors in each file, in the checkpoint's order. A tensor larger than `max_bytes` gets
+    a file of its own. Without tensors, there is one empty file.
     """
     files: list[list[int]] = [[]]
     num_bytes = 0

@@ -26,8 +26,8 @@ from bytecheckpoint.storage.store import Store
 def link_manifest(
     view: MappedView, request: SelectionRequest, *, source: str, target: str
 ) -> tuple[Manifest, Selection]:
-    """Returns the manifest to write in the folder `target`, for files below the folder `source`, and the selection that
-    it holds; of an HF target, which has tensors alone, without plain data. Both folders are paths or URLs as stores
+    """Returns the manifest to write in the folder `target`, which points to files below the folder `source`, and the
+    selection that it holds. If the request is to "hf", it has no plain data. Both folders are paths or URLs as stores
     show them.
 
     Raises CheckpointMismatchError (conflict) if the request needs more than a manifest.
@@ -64,8 +64,8 @@ def link_manifest(
 
 
 def with_samples(store: Store, folder: str, manifest: Manifest, *, threads: int) -> Manifest:
-    """Returns the manifest with samples of those files that have neither checksums nor samples. The files are in this
-    folder of the store.
+    """Returns the manifest with samples of those files that have neither checksums nor samples. Reads them from the
+    files, which are in this folder of the store.
     """
     files = list(manifest.files)
 

@@ -36,8 +36,8 @@ class MappedView(NamedTuple):
     """Framework of the source and of the target."""
 
     def made_of_stored(self, wanted: Sequence[WantedTensor]) -> list[WantedTensor]:
-        """Returns `wanted`, whose pieces are whole tensors of the view, with the pieces of stored tensors in their
-        place.
+        """Returns `wanted`, whose pieces are whole tensors of the view, with the pieces of stored tensors of which the
+        map makes these.
         """
         if self.pieces is None:
             return list(wanted)
@@ -79,8 +79,8 @@ def mapped_view(source: Source, name_map: NameMap | None, *, is_state: bool, in_
 
 
 def names_for_experts(request: SelectionRequest, source: Source, target: CheckpointFolder) -> str:
-    """Returns the names that experts get in an HF target: the names that were asked for, else the names of the model
-    family that a `config.json` at the target or beside the source names, else Qwen2-MoE's.
+    """Returns the key of the names that experts get in an HF target (of EXPERT_NAMES, or FUSED): the one that was asked
+    for, else that of the model family in a `config.json` at the target or beside the source, else Qwen2-MoE's.
 
     Raises CheckpointMismatchError (conflict) for a family whose files hold experts transposed.
     """

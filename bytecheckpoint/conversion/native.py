@@ -77,7 +77,7 @@ def plan_own(
 
 
 def _parts(wanted: Sequence[WantedTensor], max_file_bytes: int, num_ranks: int) -> list[_TensorPart]:
-    """Returns the parts of all tensors: one that is larger than a file, or than the share of a rank, has several."""
+    """Returns the parts of all tensors: a tensor that is larger than a file, or than a rank's share, has several."""
     sizes = [prod(tensor.shape) * itemsize(tensor.dtype) for tensor in wanted]
     max_bytes = min(max_file_bytes, max(1 << 20, -(-sum(sizes) // num_ranks)))
     return [

@@ -72,7 +72,7 @@ class Stream:
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks in which it is written, without content or extents."""
+        """The blocks of the file, of BLOCK_BYTES, without content or extents."""
         return [Block(at, min(BLOCK_BYTES, self.byte_length - at)) for at in range(0, self.byte_length, BLOCK_BYTES)]
 
     def fill(self, byte_offset: int, memory: memoryview, elements: Elements) -> None:
@@ -162,8 +162,8 @@ def scratch_bytes_of(memory_bytes: int) -> int:
 
 
 def window_bytes_of(memory_bytes: int, longest_file: int) -> int:
-    """Returns the length of each of the NUM_WINDOWS windows, which share the rest of the memory: a multiple of
-    BLOCK_BYTES, and no more than the longest file needs.
+    """Returns the length in bytes of each of the NUM_WINDOWS windows, which share the memory that `scratch_bytes_of`
+    leaves: a multiple of BLOCK_BYTES, and no more than the longest file needs.
     """
     room = (memory_bytes - scratch_bytes_of(memory_bytes)) // NUM_WINDOWS
     return max(1, min(128 << 20, room, longest_file + BLOCK_BYTES - 1) // BLOCK_BYTES) * BLOCK_BYTES
@@ -192,14 +192,15 @@ class ReadAhead:
             self._windows[number] = self._pool.submit(self._read, number)
 
     def close(self) -> None:
-        """Gives back all memory, after a wait for the read that is under way. Further windows are not read."""
+        """Waits for the read that is under way, if any, and frees all windows. Further windows are not read."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         for loan in self._loans.values():
             loan.close()
 
     @contextmanager
     def content(self, block: Block) -> Iterator[memoryview]:
-        """Lends the bytes of a block. Blocks have to be requested in ascending order.
+        """Lends the bytes of a block, which is written when the context ends. Blocks have to be requested in ascending
+        order.
 
         Waits until the block's window is read, and before that until earlier windows are written and free: so a store
         that has got blocks must write them without waiting for later ones. Raises the error of another block that was

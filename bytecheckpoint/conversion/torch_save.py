@@ -143,7 +143,7 @@ def _rebuilt(storage: _StorageStub, dtype: str, shape: Sequence[int]) -> tuple[A
 
 
 def saved_value(value: Any) -> bytes:
-    """Returns the file that torch.save writes for a value of plain data."""
+    """Returns the bytes of the file that torch.save writes for a value of plain data."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()

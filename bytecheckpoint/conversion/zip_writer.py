@@ -73,7 +73,9 @@ def archive_runs(members: Sequence[ZipMember], *, first_run: int) -> list[FileRu
 
 
 def _header_and_trailer(member: ZipMember, position: int, *, number: int) -> tuple[bytes, FileRun]:
-    """Returns a member's local header and the run behind its data, which itself is run `number` of the file."""
+    """Returns the runs before and after a member's data: its local header, and for a tensor its checksum, else nothing.
+    The data is run `number` of the file.
+    """
     name, length = member.name.encode(), run_bytes(member.content)
     is_long = length >= _FULL_32
     flags, checksum = _UTF_8, 0

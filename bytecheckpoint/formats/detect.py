@@ -62,8 +62,8 @@ def find_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
 
 
 def find_step(store: Store, step: int | None, listing: Mapping[str, int | None]) -> ForeignPlace | None:
-    """Returns the checkpoint of a step in the root with this listing; for None, the checkpoint that a tracker file
-    in the root names. Returns None if there is no such checkpoint.
+    """Returns the foreign checkpoint in the folder of a step, below the root with this listing; for a step of None, in
+    the folder that a tracker file in the root names. Returns None if there is no such checkpoint.
     """
     names = _latest(store, listing) if step is None else _names_of(step)
     for name in _folders_among(names, listing):
@@ -76,8 +76,9 @@ def find_step(store: Store, step: int | None, listing: Mapping[str, int | None])
 def find_unfinished_error(
     store: Store, step: int | Literal["latest"] | None, listing: Mapping[str, int | None]
 ) -> CheckpointNotFoundError | None:
-    """Returns the error for a path at which `find_folder` and `find_step` find nothing: what another program has begun
-    to write there, or a root without a latest step. Returns None for anything else.
+    """Returns the error for a path at which `find_folder` and `find_step` find nothing, if a part of a foreign
+    checkpoint is missing: in the folder of the int step, else in the root; for "latest", also in the folder of the
+    latest step, or that folder itself, where there are steps. Returns None for anything else.
     """
     if isinstance(step, int):
         found = (unfinished.unfinished_error(store, name) for name in _folders_among(_names_of(step), listing))
@@ -102,8 +103,8 @@ def _folders_among(names: Iterable[str], listing: Mapping[str, int | None]) -> I
 
 
 def _latest(store: Store, listing: Mapping[str, int | None]) -> dict[str, str]:
-    """Returns the names that the folder of the latest step may have, each with the tracker file in the root that says
-    so. A name may be anything, and no folder have it: it is not a path to follow.
+    """Returns the names that the folder of the latest step may have, each with the tracker file that says so. The names
+    are not checked: compare them with a listing, and never use one as a path.
     """
     names: dict[str, str] = {}
     for pointer in (_DEEPSPEED_LATEST, _MEGATRON_LATEST):
@@ -118,10 +119,10 @@ def _latest(store: Store, listing: Mapping[str, int | None]) -> dict[str, str]:
 
 
 def find_file(store: Store, folder: str, name: str, num_bytes: int) -> ForeignPlace:
-    """Returns the checkpoint that a file is.
+    """Returns the checkpoint that a file is, its format known by the name and the first bytes.
 
-    Raises CheckpointNotFoundError (not_found) for one of no format that is known, CheckpointCorruptError (truncated)
-    for an empty one, UnsafeCheckpointError (path_escape) for a name that no store reads.
+    Raises CheckpointNotFoundError (not_found) for an unknown format, CheckpointCorruptError (truncated) for an empty
+    file, UnsafeCheckpointError (path_escape) for a name that no store reads, and StorageError.
     """
     check_file_name(join_name(str(store), folder, name), name)
     file = FileReader(store, join_name(folder, name), num_bytes)

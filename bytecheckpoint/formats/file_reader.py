@@ -50,7 +50,9 @@ class FileReader:
         return join_name(str(self.store), self.name)
 
     def read(self, byte_offset: int, byte_length: int) -> bytes:
-        """Returns these bytes. Raises CheckpointCorruptError (truncated) beyond the end, or as `Store.read_into`."""
+        """Returns these bytes. Raises CheckpointCorruptError (truncated) for bytes outside the file, else as
+        `Store.read_into`.
+        """
         end = byte_offset + byte_length
         if byte_offset < 0 or byte_length < 0 or end > self.byte_length:
             self.raise_damaged(
@@ -75,8 +77,8 @@ class FileReader:
         return self.read(0, self.byte_length)
 
     def _fetch(self, missing: list[int]) -> None:
-        """Reads these blocks, and what lies between them, into the cache. Reads ahead if they follow a block that is in
-        it: small archives lie one after the other.
+        """Reads the blocks of these numbers into the cache, in one request. Reads ahead if the first follows a block
+        that is cached: small archives lie one after the other.
         """
         if missing[0] - 1 in self._blocks:
             ahead = range(missing[-1] + 1, min(missing[-1] + 1 + _READ_AHEAD, -(-self.byte_length // BLOCK_BYTES)))
@@ -99,8 +101,9 @@ class FileReader:
 
 
 def visit_places(places: Iterable[tuple[FileReader, int, Place]], visit: Callable[[FileReader, Place], object]) -> None:
-    """Calls `visit` for places in files, given with their byte offsets and in this order, with several requests in
-    flight. What is damaged or refused is skipped: the caller visits it again, and so raises the same error every time.
+    """Calls `visit` once for each place, in several threads; the reader it gets is of its thread. `places` has the file
+    and byte offset of each, sorted. CheckpointCorruptError and UnsafeCheckpointError of a visit are not raised: the
+    caller visits each place again, in order, so that the same error is raised every time.
     """
 
     def visit_run(run: list[tuple[FileReader, int, Place]]) -> None:
@@ -118,7 +121,7 @@ def visit_places(places: Iterable[tuple[FileReader, int, Place]], visit: Callabl
 
 
 def _runs(places: Iterable[tuple[FileReader, int, Place]]) -> Iterator[list[tuple[FileReader, int, Place]]]:
-    """Yields places that one read ahead may have together."""
+    """Yields lists of consecutive places of one file, each list short enough for one read ahead."""
     run: list[tuple[FileReader, int, Place]] = []
     for place in places:
         if run and (place[0] is not run[0][0] or place[1] - run[0][1] >= _RUN_BYTES):
@@ -170,7 +173,9 @@ def too_much(path: str, what: str) -> UnsafeCheckpointError:
 
 
 def checked_name(name: str, path: str) -> str:
-    """Returns a file name given at `path`. Raises UnsafeCheckpointError (path_escape) if it could leave the folder."""
+    """Returns `name`, which the file `path` gives. Raises UnsafeCheckpointError (path_escape) if it could leave the
+    folder.
+    """
     try:
         return check_name(name)
     except UnsafeCheckpointError as error:
@@ -178,5 +183,5 @@ def checked_name(name: str, path: str) -> str:
 
 
 def with_path(error: CheckpointError, path: str) -> CheckpointError:
-    """Returns an error of the same class and kind, with the path of the file before its message."""
+    """Returns an error of the same class and kind, with `path` before its message."""
     return type(error)(f"{path}: {error.message}", kind=error.kind, path=path)

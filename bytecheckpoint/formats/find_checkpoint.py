@@ -45,7 +45,7 @@ class FoundCheckpoint(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """Options with which every store is opened that is looked into to find a checkpoint."""
+    """Options for opening the stores in which a checkpoint is looked for."""
 
     storage_options: Mapping[str, object] | None
     timeout_s: float | None = None
@@ -94,8 +94,8 @@ def _find_foreign(
     path: str, store: Store, step: int | Literal["latest"] | None, opening: Opening, *, is_own: bool
 ) -> FoundCheckpoint | None:
     """Returns the checkpoint of a foreign format at the path; None if there is none. Raises what `find_file` does for a
-    file of no known format, and CheckpointNotFoundError (not_committed, not_found) for what lacks a part, unless it
-    `is_own`: a save of this library that did not finish.
+    file, and the error of `find_unfinished_error`; not the latter if the path `is_own`, a save of this library that
+    did not finish.
     """
     # A checkpoint of this library does not wait for the readers of all other formats.
     from bytecheckpoint.formats.detect import find_file, find_folder, find_step, find_unfinished_error  # noqa: PLC0415
@@ -144,8 +144,8 @@ def _in_hub(found: FoundCheckpoint, path: str, opening: Opening) -> FoundCheckpo
 
 
 def _list_above(above: Store, folder: str = "") -> Mapping[str, int | None]:
-    """Returns the listing of a folder above the path that was given, or in it; an empty one if it may not be listed: it
-    is no concern of a caller who may read the path.
+    """Returns the listing of a folder in a store above the path that was given; an empty one if it may not be listed,
+    because a caller needs permission for the path alone.
     """
     try:
         return above.list(folder)
@@ -175,8 +175,8 @@ def split_path(path: str) -> tuple[str, str]:
 
 
 def manifest_bytes(found: FoundCheckpoint) -> bytes:
-    """Returns the encoded manifest of a checkpoint, for one rank to send to all. That of a foreign checkpoint was
-    checked, all of it; that of a checkpoint of this library was not.
+    """Returns the encoded manifest of a checkpoint, for one rank to send to all. Checks all of it for a foreign
+    checkpoint, and nothing of it for a checkpoint of this library.
 
     Raises the errors of `layout.read_manifest_bytes`, or the CheckpointErrors of `detect.read_manifest`.
     """

@@ -61,11 +61,11 @@ def chunks_of_runs(shape: Sequence[int], runs: Iterable[FlatRun], *, item_bytes:
 
 
 class FlatTensor(NamedTuple):
-    """A tensor in flat memory that is divided over ranks in equal parts."""
+    """A tensor's place in flat memory. That memory is divided over ranks in equal parts."""
 
     shape: tuple[int, ...]
     first: int
-    """Its first element in the flat memory of all ranks together."""
+    """Where its first element is in the flat memory of all ranks together, in elements."""
 
 
 def lay_out(shapes: Sequence[Sequence[int]], paddings: Sequence[int] | None) -> tuple[list[FlatTensor], int]:
@@ -83,7 +83,9 @@ def partition_length(num_items: int, num_ranks: int, alignment: int) -> int:
 
 
 def shared_runs(placed: FlatTensor, part: int, buffers: Sequence[FlatBuffer], *, item_bytes: int) -> Iterator[FlatRun]:
-    """Yields the runs of a tensor in flat memory of which each rank has `part` elements, as in ZeRO 1 and 2."""
+    """Yields the runs of a tensor in flat memory, as in ZeRO 1 and 2: the buffer of each rank has `part` elements of
+    that memory.
+    """
     numel = prod(placed.shape)
     for rank, buffer in enumerate(buffers):
         low, high = max(placed.first, rank * part), min(placed.first + numel, (rank + 1) * part)
@@ -94,7 +96,7 @@ def shared_runs(placed: FlatTensor, part: int, buffers: Sequence[FlatBuffer], *,
 def divided_runs(
     shape: Sequence[int], at: int, buffers_by_rank: Sequence[Sequence[FlatBuffer]], *, item_bytes: int
 ) -> Iterator[FlatRun]:
-    """Yields the runs of a tensor that ZeRO 3 has divided: a share at element `at` of the buffers of each rank."""
+    """Yields the runs of a tensor that ZeRO 3 has divided: each rank's share begins at element `at` of its buffers."""
     numel = prod(shape)
     share = divided_share(shape, len(buffers_by_rank))
     for rank, buffers in enumerate(buffers_by_rank):
@@ -104,5 +106,5 @@ def divided_runs(
 
 
 def divided_share(shape: Sequence[int], num_ranks: int) -> int:
-    """Returns the number of elements that each rank has of a tensor of this shape, with padding on the last ranks."""
+    """Returns the number of elements of a tensor that ZeRO 3 gives each rank, the last ranks' with padding."""
     return -(-prod(shape) // num_ranks)

@@ -50,7 +50,7 @@ class SourceFolder:
         return self.listing.get(name, 0) is None
 
     def list(self, inside: str) -> Mapping[str, int | None]:
-        """Returns the listing, in the form of `listing`, of a folder in this one. The store is asked once for each."""
+        """Returns the listing, in the form of `listing`, of a folder in this one; later calls return the same."""
         if inside not in self._listings:
             self._listings[inside] = self.store.list(join_name(self.name, inside))
         return self._listings[inside]
@@ -60,7 +60,7 @@ class SourceFolder:
         return map_looks(self.list, inside, num_threads=REQUESTS_IN_FLIGHT)
 
     def beside(self) -> SourceFolder:
-        """Returns the same folder with an empty builder of its own."""
+        """Returns this folder as another SourceFolder, with an empty builder."""
         return SourceFolder(self.store, self.name, self.listing)
 
     def refuse_missing(self, names: Collection[str], index: str) -> None:
@@ -73,7 +73,9 @@ class SourceFolder:
             raise missing_file(self.path, f"{what}: it was copied or written in part", "them")
 
     def reader(self, name: str) -> FileReader:
-        """Returns a reader of a file in the folder, or deeper. Raises CheckpointNotFoundError (missing_file)."""
+        """Returns a reader of a file in the folder, or deeper. Raises CheckpointNotFoundError (missing_file) if no such
+        file is listed.
+        """
         parent, _, last = name.rpartition("/")
         num_bytes = self.list(parent).get(last)
         if num_bytes is None:
@@ -101,7 +103,9 @@ class SourceFolder:
         return opened
 
     def name_unread_files(self) -> None:
-        """Notes what is left out: unread files that may hold tensors, and unread folders that have such files."""
+        """Notes in the builder what is left out: unread files whose names end as those of tensors, and unread folders
+        that have such files, or that may not be listed.
+        """
         builder, why = self.builder, "not among the files of the checkpoint, which were read"
         seen = {file.name.partition("/")[0] for file in builder.files}
         seen |= {name.partition("/")[0] for names in builder.left_out.values() for name in names}

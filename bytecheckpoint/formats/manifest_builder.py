@@ -75,7 +75,7 @@ class ManifestBuilder:
     def add_tensor(
         self, fqn: str, dtype: str, shape: Sequence[int], chunks: Sequence[Chunk], *, num_parts: int = 1
     ) -> None:
-        """Adds a tensor, of which the files have `num_parts` parts under names of their own: only chunks beyond this
+        """Adds a tensor. `num_parts` of its chunks have a name of their own in the files: only chunks beyond this
         number count towards MAX_PIECES.
 
         Raises CheckpointMismatchError (conflict) for a name that is taken, UnsafeCheckpointError (limits_exceeded) for
@@ -193,7 +193,7 @@ def two_of(path: str, fqn: str, what: str = "tensors") -> CheckpointMismatchErro
 
 
 def plain_tree(value: Any, fqn: str, *, path: str, on_tensor: OnTensor) -> Any:
-    """Returns the value at an FQN with TensorRefs for the tensors in it, each of which is given to `on_tensor`.
+    """Returns a value, whose FQN is given, as plain data with a TensorRef for each tensor. Calls `on_tensor` with each.
 
     Raises CheckpointMismatchError (conflict), CheckpointCorruptError (bad_manifest) and UnsafeCheckpointError
     (limits_exceeded).
@@ -202,7 +202,7 @@ def plain_tree(value: Any, fqn: str, *, path: str, on_tensor: OnTensor) -> Any:
 
 
 class _PlainWalk:
-    """Walks a value and counts: a small pickle can name the same list a billion times."""
+    """Walks values and limits their number: a small pickle can name the same list a billion times."""
 
     def __init__(self, path: str, on_tensor: OnTensor, renamed: dict[str, str]) -> None:
         """`path` is for messages. `renamed` gets, by old FQN, the new FQN of each TensorRef that has moved."""
@@ -269,7 +269,7 @@ class _PlainWalk:
         return self._items(value, fqn, levels_left)
 
     def _items(self, value: Mapping[Any, Any], fqn: str, levels_left: int) -> dict[Any, Any]:
-        """Returns the items as plain data, without extra state of modules if that goes to `extra`."""
+        """Returns the items as plain data. Extra state of modules goes to `extra` instead, unless that is None."""
         kept: dict[Any, Any] = type(value)() if isinstance(value, OrderedDict | Counter) else {}
         for key, item in value.items():
             is_kept = type(key) is str or (type(key) is int and key in MSGPACK_INTS)
@@ -284,7 +284,7 @@ class _PlainWalk:
 
 
 def _num_bytes(value: Any) -> int:
-    """Returns about the encoded size of an atom or an array; 0 for what takes a few bytes."""
+    """Returns about the encoded size of an atom or an array in bytes; 0 for a value of a few bytes, such as a float."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int):
@@ -295,7 +295,7 @@ def _num_bytes(value: Any) -> int:
 
 
 def holds_tensor(value: Any) -> bool:
-    """Returns True if a value of a pickle holds a tensor."""
+    """Returns True if a value of a pickle is a tensor, or has one at any depth."""
     seen: set[int] = set()  # a small pickle can name the same list a billion times
     stack = [value]
     while stack:
@@ -315,7 +315,7 @@ def holds_tensor(value: Any) -> bool:
 
 
 def leaves_of(value: Any, fqn: str, *, path: str, items_of: ItemsOf) -> dict[str, Any]:
-    """Returns the leaves of nested containers by FQN.
+    """Returns the leaves of nested containers by FQN; `items_of` says what a container is.
 
     Raises UnsafeCheckpointError (limits_exceeded) for a value that is nested too deep or holds too many values, and
     CheckpointMismatchError (conflict) for two leaves of one name.

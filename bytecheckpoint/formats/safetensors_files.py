@@ -149,8 +149,8 @@ class _Headers(NamedTuple):
 
 
 def _add_tensors(source: SourceFolder, headers: _Headers, wanted: Mapping[str, Collection[str]]) -> None:
-    """Adds tensors, each put together from its parts in the files of which `wanted` names it; then the aliases, and the
-    block that a scale is for, as `config.json` or else the headers say.
+    """Adds the tensors that `wanted` names by file, each put together from its parts in these files; then the aliases,
+    and as metadata the size of the block that a scale is for, from `config.json` or else the headers.
     """
     builder = source.builder
     by_tensor: dict[str, list[_FilePart]] = {}
@@ -215,7 +215,7 @@ def _header(file: FileReader) -> SafetensorsHeader:
 
 
 def _sharding(header: SafetensorsHeader, path: str) -> Mapping[str, Any] | None:
-    """Returns where the parts in a file belong, as DCP notes it by tensor name; None for a file of whole tensors."""
+    """Returns DCP's record of where each part in a file belongs, by tensor name; None for a file of whole tensors."""
     text = header.metadata.get(_SHARDING)
     if text is None:
         return None

@@ -16,13 +16,15 @@ MAX_CHUNKS = 1 << 16
 
 
 def end_item(shape: Sequence[int], strides: Sequence[int], item_offset: int) -> int:
-    """Returns one past the highest element of the storage that a view uses."""
+    """Returns the index after the last element of the storage that a view uses."""
     reach = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
     return item_offset + reach + 1
 
 
 def num_outer_dims(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns over how many leading dimensions a view has to be split, for parts that lie row-major without gaps."""
+    """Returns the least number of leading dimensions over which a view has to be split so that each part lies row-major
+    without gaps.
+    """
     expected = 1
     for dim in reversed(range(len(shape))):
         if shape[dim] != 1 and strides[dim] != expected:

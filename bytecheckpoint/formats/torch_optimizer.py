@@ -21,7 +21,9 @@ _STATE, _GROUPS = "state.", "param_groups."
 
 
 def as_saved_here(value: Mapping[Any, Any]) -> dict[str, Any] | None:
-    """Returns an optimizer's state_dict as the tree that this library saves, with tensors; None for another dict."""
+    """Returns an optimizer's state_dict as the tree that this library saves, still with its tensors; None for a dict
+    that is no such state_dict.
+    """
     beside = {key: item for key, item in value.items() if key in _BESIDE and isinstance(item, dict)}
     if "param_groups" in value and value.keys() <= {"state", "param_groups", *beside}:
         tree = _tree_of_nested(value.get("state", {}), value["param_groups"])
@@ -76,7 +78,9 @@ def _tree_of_nested(state: Any, groups: Any) -> dict[str, Any] | None:
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
-    """Returns the names that torch has put beside the numbers of parameters; None if one is missing or repeated."""
+    """Returns the names that torch has put beside the numbers of parameters, of all groups in order; None if one is
+    missing or repeated.
+    """
     names = [group.get("param_names") for group in groups]
     counts = [len(group["params"]) for group in groups]
     if not all(type(of_group) is list for of_group in names) or [len(each or ()) for each in names] != counts:
@@ -103,7 +107,9 @@ def _tree_of_flattened(value: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _put(root: dict[str, Any], keys: Sequence[str], value: Any) -> bool:
-    """Puts a value into nested dicts, at its keys. Returns False, and leaves it out, if another value is in the way."""
+    """Puts a value into nested dicts, at its keys. Returns False, and does not put it, if another value is there or on
+    the way.
+    """
     at = root
     for key in keys[:-1]:
         at = at.setdefault(key, {})
@@ -113,7 +119,9 @@ def _put(root: dict[str, Any], keys: Sequence[str], value: Any) -> bool:
 
 
 def _split(path: str, names: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Returns a parameter among `names` and the keys of a piece of its state: several where torchtitan flattened it."""
+    """Splits the path of a value in the state into the parameter, the longest in `names`, and the keys below it. Takes
+    the last part as the only key if no parameter matches.
+    """
     parts = path.split(".")
     for count in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:count])

@@ -20,7 +20,7 @@ _STEP_FOLDER = re.compile(r"\A(?:global_step_?|iter_|checkpoint-|step-)(\d{1,18}
 
 def unfinished_error(store: Store, folder: str, named_by: str = "") -> CheckpointNotFoundError | None:
     """Returns the error (not_committed) for a folder in which a part of a foreign checkpoint is missing; None for any
-    other folder. `named_by` is the file that names it as the latest step.
+    other folder. `named_by` is the file that names the folder as the latest step: then an empty one is an error too.
     """
     source = SourceFolder(store, folder, store.list(folder))
     found = (look(source) for look in (_dcp, _dcp_members, _numbered_files, _index_alone, _without_model))
@@ -40,7 +40,9 @@ def unfinished_error(store: Store, folder: str, named_by: str = "") -> Checkpoin
 
 
 def without_latest_error(path: str, trackers: Mapping[str, str]) -> CheckpointNotFoundError:
-    """Returns the error (not_found) for a root whose tracker files, by the names in them, name no folder of it."""
+    """Returns the error (not_found) for a root that lacks the folders its tracker files name. `trackers` has the file
+    by the name of the folder.
+    """
     names, files = (
         " or ".join(f"{each!r:.100}" for each in dict.fromkeys(part)) for part in (trackers, trackers.values())
     )

@@ -211,8 +211,8 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def open_manifest(data: bytes) -> Manifest:
-    """Decodes a manifest of which few chunks are needed. Raises the errors of `decode_manifest`, but those of a chunk
-    only when it is used.
+    """Decodes a manifest of which few chunks are needed, and checks all of it but its chunks: `TensorTable` checks a
+    chunk when it is used. Raises the errors of `decode_manifest`.
     """
     body = unseal(data)
     try:

@@ -62,7 +62,7 @@ Part = FlatPart | BoxPart
 
 
 def split_flat(parts: Iterable[Part]) -> tuple[FlatParts, list[BoxPart]]:
-    """Returns the flat parts and the others."""
+    """Returns the flat parts, and the box parts, both in their order."""
     if isinstance(parts, FlatParts):
         return parts, []
     parts = list(parts)

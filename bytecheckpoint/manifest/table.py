@@ -62,7 +62,7 @@ class RowChunks(NamedTuple):
     """Number of the tensor's first chunk in the table."""
 
     def of(self, tensors: np.ndarray) -> RowChunks:
-        """Returns an entry for each of these tensors, which are given by their place here."""
+        """Returns the entries of these tensors, which are given by their index into the columns."""
         return RowChunks(*(column[tensors] for column in self))
 
 
@@ -123,7 +123,7 @@ class TensorTable(Mapping[str, TensorRecord]):
         self._is_all_checked = True
 
     def _batches(self) -> Iterator[tuple[int, int]]:
-        """Yields ranges of tensors that have few enough chunks together."""
+        """Yields (first, end) of ranges of tensors: each has few enough chunks, or is one tensor."""
         bounds = [0]
         while bounds[-1] < len(self):
             limit = self._first_chunks[bounds[-1]] + _CHUNKS_AT_ONCE
@@ -131,9 +131,9 @@ class TensorTable(Mapping[str, TensorRecord]):
         return pairwise(bounds)
 
     def _lie_in_order(self, spans: Sequence[Spans]) -> bool:
-        """Returns True if each chunk of a tensor lies in another file, and the tensors lie in all files in one order,
-        as thousands of ranks write them: no two chunks share bytes then, which is known without sorting the chunks.
-        False where that is not so, or takes longer than sorting because the tensors have few chunks.
+        """Returns True if no two chunks of a tensor lie in one file, and the tensors follow one another in one order in
+        all files, as thousands of ranks write them: no two chunks share bytes then, which is known without sorting the
+        chunks. False where that is not so, or takes longer than sorting because the tensors have few chunks.
         """
         if sum(len(each.starts) for each in spans) < _MANY_CHUNKS * len(self):
             return False
@@ -245,7 +245,7 @@ class TensorTable(Mapping[str, TensorRecord]):
         )
 
     def chunks_meeting(self, fqn: str, region: Region) -> list[Chunk]:
-        """Returns the chunks that hold elements of the region. The other chunks of a grid cost nothing."""
+        """Returns the chunks that hold elements of the region, once they are checked. Others of a grid cost nothing."""
         index = self._indices[fqn]
         columns = self.columns
         if not columns.is_grid[index] or len(columns.byte_lengths):
@@ -295,7 +295,7 @@ class TensorTable(Mapping[str, TensorRecord]):
         return chunks
 
     def row_chunks(self, fqns: Sequence[str]) -> RowChunks:
-        """Returns an entry for each of these tensors: nearly all are cut so, by FSDP or not at all."""
+        """Returns how each of these tensors is cut, without a check of its chunks."""
         return self._row_chunks.of(np.fromiter(map(self._indices.__getitem__, fqns), np.int64, len(fqns)))
 
     @cached_property
@@ -315,7 +315,7 @@ class TensorTable(Mapping[str, TensorRecord]):
         return RowChunks(is_known, num_rows, chunk_rows, row_bytes, first_chunks)
 
     def check_many(self, fqns: Sequence[str], num_chunks: np.ndarray) -> None:
-        """Checks each tensor of which thousands of chunks are asked for: a small file can claim millions."""
+        """Checks all chunks of each tensor of which thousands (`num_chunks`) are wanted: a file can claim millions."""
         for number in np.flatnonzero(num_chunks > _CHUNKS_ONE_BY_ONE).tolist():
             self._checked_slice(fqns[number])
 

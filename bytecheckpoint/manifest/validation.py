@@ -106,7 +106,7 @@ def check_link(folder: str) -> None:
 
 
 def check_files(files: Sequence[DataFile]) -> None:
-    """Checks names, lengths and extents. Raises CheckpointCorruptError (bad_manifest) or UnsafeCheckpointError
+    """Checks names, lengths, extents and samples. Raises CheckpointCorruptError (bad_manifest) or UnsafeCheckpointError
     (path_escape).
     """
     for file in files:
@@ -214,7 +214,9 @@ def run_starts(counts: Int64s) -> Int64s:
 
 
 def reduce_runs(function: np.ufunc, values: NDArray[Any], counts: Int64s, *, empty: int) -> NDArray[Any]:
-    """Returns what the function makes of each run of `values`, of these lengths; `empty` for a run without values."""
+    """Returns what `function` reduces each run of `values` to; `empty` for a run without values. `counts` has the
+    lengths of the runs.
+    """
     results = np.full(len(counts), empty, dtype=values.dtype)
     filled = counts > 0
     if filled.any():

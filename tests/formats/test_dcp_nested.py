@@ -106,6 +106,13 @@ def test_accelerates_folders_are_read(tmp_path: Path) -> None:
     assert bcp.open(tmp_path, step=20).info.path == str(tmp_path / "checkpoint-20")
 
 
+def test_accelerates_folders_are_read_beside_an_unrelated_folder_named_model(tmp_path: Path) -> None:
+    wanted = write_accelerate(tmp_path / "c")
+    (tmp_path / "c" / "model").mkdir()
+    (tmp_path / "c" / "model" / "notes.txt").write_text("no checkpoint")
+    check_load(tmp_path / "c", wanted)
+
+
 def test_every_folder_beside_them_is_an_entry_of_its_name(tmp_path: Path) -> None:
     for number in range(2):
         for name in ("pytorch_model_fsdp", "optimizer"):

@@ -318,6 +318,31 @@ def test_extra_state_of_a_module_is_kept(tmp_path: Path) -> None:
     assert torch.equal(bcp.open(tmp_path / "c").state_dict()["model.norm._extra_state.amax"], torch.full((3,), 2.0))
 
 
+class WithTensorAsExtraState(torch.nn.Linear):
+    def get_extra_state(self) -> torch.Tensor:
+        return self.amax
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.amax = state
+
+
+def test_extra_state_that_is_a_tensor_is_loaded_into_its_module(tmp_path: Path) -> None:
+    module, loaded = WithTensorAsExtraState(2, 2), WithTensorAsExtraState(2, 2)
+    module.amax, loaded.amax = torch.ones(3), torch.zeros(3)
+    tmp_path.joinpath("c").mkdir()
+    states = model_states(dict(module.state_dict())) | {"param_shapes": None, "shared_params": None}
+    torch.save(states, tmp_path / "c" / "mp_rank_00_model_states.pt")
+    bcp.load(tmp_path / "c", {"model": loaded})
+    assert torch.equal(loaded.amax, module.amax)
+
+
+def test_a_value_of_a_module_that_is_no_tensor_is_kept(tmp_path: Path) -> None:
+    tmp_path.joinpath("c").mkdir()
+    states = model_states({"weight": torch.ones(2), "num_updates": 3}) | {"param_shapes": None, "shared_params": None}
+    torch.save(states, tmp_path / "c" / "mp_rank_00_model_states.pt")
+    assert plain_leaves(bcp.open(tmp_path / "c"))["model.num_updates"] == 3
+
+
 def test_a_dynamic_loss_scale_is_kept_and_what_other_ranks_have_of_their_own_is_named(
     tmp_path: Path, classes: Any
 ) -> None:
@@ -342,6 +367,21 @@ def test_a_dynamic_loss_scale_is_kept_and_what_other_ranks_have_of_their_own_is_
     assert "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: residuals" in left_out
     assert "zero_pp_rank_1_mp_rank_00_model_states.pt: noise" in left_out
     assert "zero_pp_rank_0_mp_rank_00_model_states.pt" not in left_out
+
+
+def test_a_plain_value_that_differs_on_another_rank_is_named_as_left_out(tmp_path: Path) -> None:
+    tmp_path.joinpath("c").mkdir()
+    states = model_states({"weight": torch.ones(2)}) | {"param_shapes": None, "shared_params": None}
+    for rank in range(2):
+        own = {"seeds": {"python": rank}, "dataset": {"name": "same"}, "only_on_1": rank or None}
+        torch.save(states | own, tmp_path / "c" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    checkpoint = bcp.open(tmp_path / "c")
+    assert plain_leaves(checkpoint)["seeds.python"] == 0
+    left_out = checkpoint.info.metadata["left_out"]
+    assert "zero_pp_rank_1_mp_rank_00_model_states.pt: seeds" in left_out
+    assert "zero_pp_rank_1_mp_rank_00_model_states.pt: only_on_1" in left_out
+    assert "dataset" not in left_out
+    assert "my_epoch" not in left_out
 
 
 def test_parameters_that_only_begin_at_one_address_are_not_tied(tmp_path: Path, classes: Any) -> None:

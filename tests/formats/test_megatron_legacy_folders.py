@@ -157,6 +157,23 @@ def test_extra_state_of_all_ranks_of_experts_is_kept(tmp_path: Path) -> None:
     assert checkpoint[f"mp_rank_00_001.model.{name}"][0] == 1
 
 
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_plain_values_of_one_name_on_several_stages_are_kept_or_named_as_left_out(
+    tmp_path: Path, num_chunks: int
+) -> None:
+    path = write(tmp_path / "c", truth(), Grid(pp=2, num_chunks=num_chunks))
+    for stage, file in enumerate(sorted(path.rglob("*.pt"))):
+        state = torch.load(file, weights_only=False)
+        for number, key in enumerate(sorted(key for key in state if key.startswith("model"))):
+            state[key]["decoder._extra_state"] = {"chunk": 10 * number + stage}
+        torch.save(state, file)
+    checkpoint = bcp.open(path)
+    found = [value for name, value in plain_leaves(checkpoint).items() if name.endswith("._extra_state.chunk")]
+    left_out = checkpoint.info.metadata.get("left_out", "")
+    assert sorted(found) == [0, 1, 10][: num_chunks + 1]
+    assert ("mp_rank_00_001.model.decoder._extra_state" in left_out) == (num_chunks == 2)
+
+
 @pytest.mark.parametrize("axis", ["expert", "tensor"])
 @pytest.mark.parametrize("crc", [True, False])
 def test_copies_on_other_ranks_that_differ_are_refused(tmp_path: Path, axis: str, crc: bool) -> None:

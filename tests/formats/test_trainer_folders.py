@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from foreign_files import Touch, assert_same, convert
@@ -173,6 +174,12 @@ def test_a_scheduler_that_is_refused_is_left_out_and_the_rest_loads(tmp_path: Pa
     bcp.load(tmp_path / "c", state)
     assert_same(state["model"].state_dict(), saved["model"].state_dict())
     assert not (tmp_path / "touched").exists()
+
+
+def test_a_sound_scheduler_with_values_that_are_not_read_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "c")
+    torch.save({"started": np.array(["2026-01-01"], dtype="datetime64[D]")}, tmp_path / "c" / "scheduler.pt")
+    assert "scheduler.pt: of a form that this release does not read" in bcp.open(tmp_path / "c").metadata["left_out"]
 
 
 def test_an_optimizer_that_is_damaged_is_an_error(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def read_folder(source: SourceFolder) -> None:
 
 def read_state(source: SourceFolder, inside: str, *, below: str = "") -> dict[Any, Any]:
     """Returns the content of the folder `inside` of a checkpoint's folder, as it was nested, with a TensorRef for
-    each of its tensors. The tensors are added to the builder, with `below` before their names.
+    each of its tensors. Adds the data files and the tensors to the builder, with `below` before the tensors' names.
     """
     file = source.reader(join_name(inside, METADATA_NAME))
     if file.byte_length > MAX_PICKLE_BYTES:
@@ -99,7 +99,9 @@ class _DcpFolder:
         """Archive and value of each object, by the id of the item."""
 
     def open_files(self, metadata: Metadata) -> None:
-        """Adds the data files to the builder. Raises CheckpointCorruptError (truncated) if one is too short."""
+        """Adds the data files to the builder. Raises CheckpointNotFoundError (missing_file), and CheckpointCorruptError
+        (truncated) if one is too short.
+        """
         metadata_path = join_name(self.builder.path, self._inside, METADATA_NAME)
         items = [item for tensor in metadata.tensors.values() for _, item in tensor.chunks]
         for item in sorted((*items, *metadata.objects.values()), key=lambda item: item[:3]):
@@ -113,7 +115,9 @@ class _DcpFolder:
                 file.raise_damaged(f"it has {file.byte_length} bytes, and {what}", kind="truncated")
 
     def find_all(self, metadata: Metadata) -> None:
-        """Reads what is needed of each archive, several at a time. `add_tensor` and `read_objects` raise for damage."""
+        """Reads ahead what `add_tensor` and `read_objects` need of each archive, several at a time. They, not this,
+        raise for damage.
+        """
         tensors = [item for tensor in metadata.tensors.values() for _, item in tensor.chunks if item.tensor is None]
         one_of_each = {item.byte_length: item for item in tensors}  # the others may have the same head
         self._visit(one_of_each.values(), lambda file, item: self._place(item, "", file))
@@ -160,7 +164,7 @@ class _DcpFolder:
         return moved(inside, region.offsets)
 
     def _place(self, item: Item, fqn: str, file: FileReader) -> tuple[StoredView, int, int]:
-        """Returns the tensor of an archive, where its storage begins in the file, and the length of that in bytes.
+        """Returns the tensor of an archive, where its storage begins in the file, and the storage's length in bytes.
 
         Most archives begin with the same bytes as an earlier one of their length, but for a checksum: then their
         storage is in the same place. Where the storage alone is in the file, the metadata has the rest.
@@ -207,7 +211,9 @@ class _DcpFolder:
         return view
 
     def read_objects(self, metadata: Metadata) -> dict[Any, Any]:
-        """Returns plain data, in the containers that it came from, with TensorRefs for the tensors in them."""
+        """Returns plain data, in the containers that it came from, with a TensorRef for each tensor. Adds the tensors
+        in objects to the builder.
+        """
         root: dict[Any, Any] = {}
         values = {fqn: TensorRef(self._below + fqn) for fqn in metadata.tensors}
         values |= {fqn: self._object(fqn, item) for fqn, item in metadata.objects.items()}
@@ -230,7 +236,7 @@ class _DcpFolder:
 
     def _look_into_object(self, file: FileReader, item: Item) -> None:
         archive, _ = self._open_object(item, "", file)
-        for _, _, (_, name) in archive.unlocated():
+        for _, _, (_, name) in archive.storage_places():
             archive.locate(name, file)
 
     def _put(self, root: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
@@ -247,7 +253,9 @@ class _DcpFolder:
 
 
 def _with_lists(value: Any) -> Any:
-    """Returns a value, _Containers as lists where keys were positions, else dicts: torch makes texts of dict keys."""
+    """Returns a value with each _Container as a list if its keys are the numbers from 0 on, else as a dict: torch makes
+    texts of the keys of dicts.
+    """
     if type(value) is not _Container:
         return value
     items = {key: _with_lists(item) for key, item in value.items()}

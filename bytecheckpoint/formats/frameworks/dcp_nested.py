@@ -35,13 +35,14 @@ _DATA_FILE = re.compile(r"/__(\d{1,9})_\d+\.distcp\Z")
 
 def is_folder(source: SourceFolder) -> bool:
     """Returns True if the folder holds a folder of torch.distributed.checkpoint with a name in _OSS or _ACCELERATE."""
-    kind = _kind_of(source)
-    present = [] if kind is None else filter(source.is_folder, kind.members)
-    return any(METADATA_NAME in source.list(name) for name in present)
+    return _kind_of(source) is not None
 
 
 def _kind_of(source: SourceFolder) -> _Kind | None:
-    return next((kind for kind in (_OSS, _ACCELERATE) if any(map(source.is_folder, kind.members))), None)
+    for kind in (_OSS, _ACCELERATE):
+        if any(METADATA_NAME in source.list(name) for name in filter(source.is_folder, kind.members)):
+            return kind
+    return None
 
 
 def read_folder(source: SourceFolder) -> None:

@@ -18,6 +18,7 @@ from bytecheckpoint.formats.flat_ranges import divided_runs
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks import deepspeed_zero
 from bytecheckpoint.formats.manifest_builder import holds_tensor, is_extra_state
+from bytecheckpoint.formats.torch_save.duplicates import Comparer
 from bytecheckpoint.formats.torch_save.file import SavedFile, translated
 from bytecheckpoint.formats.torch_save.unpickler_globals import Call, StoredView, instances, lengths_of, with_values
 
@@ -99,7 +100,7 @@ def _by_rank(names: set[str], pattern: re.Pattern[str], path: str) -> list[str]:
 
 
 def _add_frozen(models: Sequence[SavedFile], zero: deepspeed_zero.ZeroBuilder) -> None:
-    """Adds parameters that no optimizer has. Each file has the whole parameter; with ZeRO 3, one part of it."""
+    """Adds parameters that no optimizer has. Each file has the whole parameter; with ZeRO 3, its rank's part."""
     builder = models[0].builder
     for name, shape in (models[0].value.get("frozen_param_shapes") or {}).items():
         fqn = f"model.{name}"
@@ -116,8 +117,8 @@ def _add_frozen(models: Sequence[SavedFile], zero: deepspeed_zero.ZeroBuilder) -
 
 
 def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None:
-    """Adds all of the model's file, client state too, and the plain data of `state`, which is None without ZeRO.
-    Weights that it names, which `model` has in full precision, go under `module`, the others under `model`.
+    """Adds all of the model's file, client state too, and the plain data of `state`, which is None without ZeRO. A
+    weight that `state` names goes under `module`, because `model` has it in full precision; others under `model`.
     """
     value, builder = saved.value, saved.builder
     flat = state.names if state else frozenset()
@@ -125,12 +126,12 @@ def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None
     for name, view in value["module"].items():
         stored = shared.get(name, name)
         # ZeRO 3 leaves empty tensors in the place of parameters.
-        if isinstance(view, StoredView) and not (stored in flat and not all(view.shape)):
+        if not isinstance(view, StoredView) or is_extra_state(name):
+            builder.trees[f"model.{name}"] = saved.plain(view, f"model.{name}")
+        elif not (stored in flat and not all(view.shape)):
             fqn = f"module.{name}" if stored in flat else f"model.{stored}"
             if fqn not in builder.tensors:  # else it was added as a frozen one
                 saved.add_tensor(fqn, view)
-        elif is_extra_state(name):
-            builder.trees[f"model.{name}"] = saved.plain(view, f"model.{name}")
     for alias, name in shared.items():
         if f"model.{alias}" not in builder.tensors and f"model.{name}" in builder.tensors:
             builder.add_alias(f"model.{alias}", f"model.{name}")
@@ -171,14 +172,19 @@ def _tied(value: Any) -> dict[str, str]:
 
 
 def _name_left_out(models: Sequence[SavedFile]) -> None:
-    """Notes what is left out: descriptions of the run, and tensors under names that only the first file is read for."""
-    builder = models[0].builder
+    """Notes in the builder what is left out: descriptions of the run; and users' values in the files of other ranks
+    than the first, if they hold tensors or differ from the first rank's.
+    """
+    builder, comparer = models[0].builder, Comparer()
     for key in _LEFT:
         if models[0].value.get(key) is not None:
             builder.leave_out(key, "it describes the run, and is not state")
     for saved in models[1:]:
         for key, item in saved.value.items():
-            if key not in _KNOWN and holds_tensor(item):
+            if key in _KNOWN or item is None:
+                continue
+            of_first = models[0], models[0].value.get(key)
+            if holds_tensor(item) or not comparer.same_value((saved, item), of_first, str(key)):
                 builder.leave_out(f"{saved.name}: {key}", "what the first rank has under this name is read")
 
 

@@ -41,7 +41,7 @@ class ZeroState(NamedTuple):
 
 
 def read_zero_state(models: Sequence[SavedFile], optimizers: Sequence[SavedFile], zero: ZeroBuilder) -> ZeroState:
-    """Adds `model.<name>` and `optimizer.state.<name>.<key>`.
+    """Adds `model.<name>` and `optimizer.state.<name>.<key>` to the builder.
 
     Raises LookupError, TypeError, ValueError or AttributeError if the files are not DeepSpeed's,
     CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict) and CheckpointCorruptError (bad_manifest,
@@ -75,7 +75,7 @@ def _shapes_of_groups(model: SavedFile) -> list[dict[str, tuple[int, ...]]]:
 
 
 def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what else the optimizer's tree keeps: the state of a dynamic loss scaler, if there is one."""
+    """Returns the state of a dynamic loss scaler, as `loss_scaler`; {} if there is none."""
     scaler = state.get("loss_scaler")
     fields = scaler.fields if isinstance(scaler, Instance) else {}
     if fields.get("dynamic") is not True:
@@ -122,7 +122,7 @@ class _ZeroFiles(NamedTuple):
 
 
 def buffers_of(files: Sequence[SavedFile], views: Sequence[Any], what: str) -> tuple[list[flat_ranges.FlatBuffer], str]:
-    """Returns the flat tensor of each file, and their dtype. `what` names them in errors.
+    """Returns where the flat tensor of each file lies, and their dtype. `what` names them in errors.
 
     Raises CheckpointCorruptError (bad_manifest) for another value, and for tensors of several dtypes.
     """
@@ -135,8 +135,8 @@ def buffers_of(files: Sequence[SavedFile], views: Sequence[Any], what: str) -> t
 
 
 def _read_shared(files: _ZeroFiles, zero: ZeroBuilder) -> None:
-    """Adds what ZeRO 1 and 2 saved: the parameters of a group follow one another, and each rank has an equal part of
-    all.
+    """Adds what ZeRO 1 and 2 saved: the parameters of a group follow one another in flat memory, and each rank has an
+    equal part of that memory.
     """
     first = files.states[0]
     paddings = first.get("param_alignment_paddings")
@@ -218,7 +218,7 @@ def _param_group(base: Any, index: int) -> Mapping[str, Any]:
 def read_universal(
     source: SourceFolder, open_files: Callable[[list[str]], Sequence[SavedFile]], model: SavedFile, zero: ZeroBuilder
 ) -> ZeroState:
-    """Adds `model.<name>` and `optimizer.state.<name>.<key>`. Raises the errors of `read_zero_state`."""
+    """Adds `model.<name>` and `optimizer.state.<name>.<key>` to the builder. Raises the errors of `read_zero_state`."""
     shapes = _shapes_of_groups(model)
     known = {name: shape for group in shapes for name, shape in group.items()}
     order = {name: number for number, name in enumerate(known)}
@@ -264,7 +264,7 @@ def _add_piece(saved: SavedFile, file: str, name: str, shape: tuple[int, ...] | 
 
 
 def _universal_groups(saved: SavedFile, zero: ZeroBuilder) -> list[Mapping[str, Any]]:
-    """Returns the groups in a file, which ZeRO 3 keeps deeper, and notes the rest of the file as left out."""
+    """Returns the groups in a file, which ZeRO 3 nests deeper. Notes the file as left out if it holds tensors."""
     groups: list[Mapping[str, Any]]
     groups = (saved.value if "param_groups" in saved.value else saved.value["optimizer_state_dict"])["param_groups"]
     why = "its hyperparameters are read, and the state of parameters from their own folders"

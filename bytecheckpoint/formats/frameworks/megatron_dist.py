@@ -36,7 +36,9 @@ _OF_COMMON_STATE = frozenset({"args", "checkpoint_version", "content_metadata", 
 
 
 def read_backend(source: SourceFolder) -> str | None:
-    """Returns the backend with which Megatron has written the folder, as its marker says; None without a marker."""
+    """Returns the backend with which Megatron has written the folder, as its marker says; None if it has no marker, or
+    none that can be read.
+    """
     if not 0 < (source.listing.get(MARKER_NAME) or 0) <= _MAX_MARKER_BYTES:
         return None
     try:
@@ -69,8 +71,8 @@ def refuse_other_backends(backend: str | None, path: str, *, has_metadata: bool)
 
 
 def with_common_state(root: dict[Any, Any], source: SourceFolder) -> dict[Any, Any]:
-    """Returns the state as Megatron has it: in files an object is a list of one, and common state lies apart. Sets the
-    builder's step from the common state.
+    """Returns the state as Megatron has it: each object without the list of one in which files have it, and with the
+    common state. Sets the builder's step from the common state.
     """
     state = {
         key: value[0] if _SHARDED_OBJECT.search(str(key)) and type(value) is list and len(value) == 1 else value

@@ -118,7 +118,9 @@ class Model:
             self._num_layers[prefix] = self._num_layers.get(prefix, 0) + len(numbers)
 
     def _by_name(self, key: str, files: list[RankFile]) -> _Stage:
-        """Returns the parts of each tensor of a stage by name. Experts are numbered across the model in these names."""
+        """Returns the parts of each tensor of a stage by name, with experts numbered across the model. Of tensors of no
+        expert, only the first expert-parallel ranks' are returned; the copies of the others must be equal.
+        """
         values = {file.rank: _values_of(file, key) for file in files}
         first = values[files[0].rank]
         num_experts = num_local_experts(first, files[0], 1 + max(file.rank.ep for file in files))
@@ -180,14 +182,17 @@ class Model:
             raise conflicting(self._builder.path, what, _ADVICE)
 
     def _add_plain(self, fqn: str, parts: list[_Part]) -> None:
-        """Adds plain data, such as the extra state of modules, of every rank, equal or not: the first rank's as `fqn`,
-        that of each other one below the name of its folder, unless it is None.
+        """Adds plain data, such as the extra state of modules, of every rank, equal or not: that of the first rank of
+        the first stage that has it as `fqn`, any other that is not None below the name of the rank's folder.
         """
+        trees = self._builder.trees
         for file, value in parts:
-            is_first = file is parts[0][0]
+            is_first = file is parts[0][0] and fqn not in trees
             name = fqn if is_first else f"{file.folder}.{fqn}"
-            if is_first or value is not None:
-                self._builder.trees[name] = file.saved.plain(value, name)
+            if value is not None and name in trees:
+                self._builder.leave_out(name, "another model chunk of the rank has a value of this name")
+            elif is_first or value is not None:
+                trees[name] = file.saved.plain(value, name)
 
 
 def _refuse_other_expert_split(name: str, file: RankFile, num_parts: int) -> None:

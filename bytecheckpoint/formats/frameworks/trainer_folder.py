@@ -13,6 +13,7 @@ from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
 from bytecheckpoint.formats.file_reader import damaged
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.safetensors_files import read_files, read_index
+from bytecheckpoint.formats.torch_save.unpickler import UnheldValueError
 from bytecheckpoint.storage.paths import join_name
 
 TORCH_SOLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -71,7 +72,7 @@ def _add_state(source: SourceFolder, name: str, entry: str) -> None:
     except UnsafeCheckpointError as error:
         source.builder.leave_out(name, f"refused ({error.kind}): give its path to see why")
     except CheckpointCorruptError as error:
-        if error.kind != "unsupported_version":
+        if error.kind != "unsupported_version" and not isinstance(error.__cause__, UnheldValueError):
             raise
         source.builder.leave_out(name, "of a form that this release does not read: give its path to see why")
     else:

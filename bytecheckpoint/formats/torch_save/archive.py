@@ -73,11 +73,11 @@ class ZipArchive:
         self.members = self._read_members()
 
     def in_file_order(self) -> list[tuple[int, str]]:
-        """Returns where each member begins, from the start of the file, and its name."""
+        """Returns the offset of each member's header from the start of the file, and its name, lowest offset first."""
         return sorted((self._start + member.header_offset, name) for name, member in self.members.items())
 
     def data_offset(self, name: str, file: FileReader) -> int:
-        """Returns where a member's bytes begin, from the start of the file, which `file` reads."""
+        """Returns where a member's bytes begin, after its header, from the start of the file, which `file` reads."""
         member = self.members[name]
         fields = _LOCAL.unpack(self._read(member.header_offset, _LOCAL.size, file))
         name_bytes, extra_bytes = fields[9:11]

@@ -30,7 +30,9 @@ class Comparer:
         self._bytes_left = _MAX_ALL_BYTES
 
     def same_value(self, one: tuple[SavedFile, Any], other: tuple[SavedFile, Any], fqn: str) -> bool | None:
-        """Compares two tensors as `same` does, or plain data: None if both hold tensors. One of each always differ."""
+        """Compares two tensors as `same` does. Returns True if two other values are equal, and None if both hold
+        tensors; False for a tensor and another value.
+        """
         are_tensors = [isinstance(value, StoredView) for _, value in (one, other)]
         if all(are_tensors):
             return self.same(one, other, fqn)

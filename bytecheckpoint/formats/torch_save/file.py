@@ -83,20 +83,24 @@ class TorchArchive:
         """Returns bytes of the file, `byte_offset` counted from the start of the file and not of the archive."""
         return self._file.read(byte_offset, byte_length)
 
-    def unlocated(self) -> Iterator[tuple[FileReader, int, tuple[TorchArchive, str]]]:
-        """Yields the storages for `locate_storages`, in the order of the file."""
+    def storage_places(self) -> Iterator[tuple[FileReader, int, tuple[TorchArchive, str]]]:
+        """Yields all storages, as places for `visit_places`, in the order of the file."""
         for byte_offset, name in self._zip.in_file_order():
             if name.startswith(f"{self._folder}data/"):
                 yield self._file, byte_offset, (self, name)
 
     def locate(self, name: str, file: FileReader) -> tuple[int, int]:
-        """Finds a member's place and length in bytes, and keeps them for `storage`; `file` reads the archive's file."""
+        """Returns where a member's bytes begin in the file, and their number, and caches both for `storage`. `file`
+        reads the archive's file.
+        """
         found = self._zip.data_offset(name, file), self._zip.members[name].byte_length
         self._storages[name] = found
         return found
 
     def storage(self, ref: StorageRef) -> tuple[int, int]:
-        """Returns where in the file a storage begins, and its length in bytes."""
+        """Returns where in the file a storage begins, and its length in bytes. Raises CheckpointCorruptError if there
+        is none (truncated), or it has not the length that `ref` says.
+        """
         num_bytes = ref.num_items * (1 if ref.dtype is None else itemsize(ref.dtype))
         name = f"{self._folder}data/{ref.key}"
         if name not in self._zip.members:
@@ -112,7 +116,7 @@ def locate_storages(archives: Iterable[TorchArchive]) -> None:
     """Reads where the storages of these archives begin, with several requests in flight: each says it in front of its
     own bytes. What is damaged is left for `TorchArchive.storage` to raise.
     """
-    places = [place for archive in archives for place in archive.unlocated()]
+    places = [place for archive in archives for place in archive.storage_places()]
     visit_places(places, lambda file, found: found[0].locate(found[1], file))
 
 
@@ -171,7 +175,9 @@ class SavedFile(NamedTuple):
     builder: ManifestBuilder
 
     def buffer(self, view: Any, what: str) -> tuple[FlatBuffer, str]:
-        """Returns a flat tensor, and its dtype. Raises CheckpointCorruptError (bad_manifest) for any other value."""
+        """Returns where a flat tensor lies, and its dtype. Raises CheckpointCorruptError (bad_manifest) for a `view`
+        that is no flat tensor.
+        """
         if not isinstance(view, StoredView) or len(view.shape) != 1 or (view.shape[0] > 1 and view.strides[0] != 1):
             raise damaged(self.path, f"{what} is not a flat tensor")
         start, num_bytes = self.archive.storage(view.storage)
@@ -235,7 +241,7 @@ def _open(file: FileReader, *, find_global: FindGlobal) -> tuple[TorchArchive, A
 
 def translated(path: str, writer: str, function: Callable[..., _Found], *args: Any) -> _Found:
     """Returns the result of a function. Errors such as LookupError and TypeError, which files of another form cause,
-    become CheckpointCorruptError (bad_manifest); a CheckpointError passes.
+    become CheckpointCorruptError (bad_manifest); a CheckpointError is raised as it is.
     """
     try:
         return function(*args)

@@ -89,8 +89,9 @@ def _groups(names: set[str], path: str) -> list[_Group]:
 
 
 def _read_group(opened: list[SavedFile], below: str, builder: ManifestBuilder) -> tuple[dict[Any, Any], bool]:
-    """Returns the content of the files, and True if any of their tensors is sharded. Without sharded tensors the
-    content has an entry for each rank. Adds the tensors to the builder.
+    """Adds the tensors of the files to the builder. Returns the content of the first file, and True, if any tensor is
+    sharded: values that other files do not share are in the builder then. Else returns the content of each file, as
+    `rank_<number>`, and False.
     """
     reader = ShardedReader(builder.path)
     leaves = [_leaves(saved, below, reader) for saved in opened]
@@ -164,7 +165,9 @@ def _add_sharded(
 def _add_differences(
     rank: int, one: tuple[SavedFile, dict[str, Any]], first: tuple[SavedFile, dict[str, Any]], comparer: Comparer
 ) -> None:
-    """Adds values that a rank does not share with the first, as `rank_<number>`; also tensors too large to compare."""
+    """Adds to the builder, as `rank_<number>`, the values of `one` that differ from those of the first rank, and the
+    tensors that are too large to compare.
+    """
     saved, found = one
 
     def is_own(fqn: str, leaf: Any) -> bool:

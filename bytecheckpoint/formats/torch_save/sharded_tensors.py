@@ -221,7 +221,7 @@ def _read_dtensor(value: Instance) -> ShardedTensor:
 
 
 def _mesh_sizes(mesh: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the number of ranks along each axis: releases of torch keep it in different places."""
+    """Returns the number of ranks along each axis of a mesh, which releases of torch store in different places."""
     ranks = mesh.get("mesh")
     if isinstance(ranks, StoredView):
         return ranks.shape

@@ -35,7 +35,7 @@ class PickleError(ValueError):
 
 
 class UnheldValueError(PickleError):
-    """A value that is sound, and that no reader takes; `advice` says what to save in its place."""
+    """A value in a sound pickle that cannot be read; `advice` says what to save in its place."""
 
     def __init__(self, what: str, advice: str) -> None:
         super().__init__(what)
@@ -74,7 +74,7 @@ def read_pickle(content: bytes, *, find_global: FindGlobal, find_persistent: Fin
 
 
 class _Machine:
-    """A stack and a memo."""
+    """Runs the instructions of a pickle on a stack and a memo."""
 
     def __init__(self, find_global: FindGlobal, find_persistent: FindPersistent) -> None:
         self.position = 0
@@ -288,7 +288,9 @@ def check_keys(keys: Collection[Any]) -> None:
 
 
 def _num_bytes(made: Any) -> int:
-    """Returns an estimate of what making a value has copied. What is not a plain value has a `num_bytes`."""
+    """Returns an estimate of the bytes that making a value has copied. A value that is not plain may have a
+    `num_bytes`; else it counts 1.
+    """
     if isinstance(made, str | bytes):
         return len(made)
     if isinstance(made, dict):

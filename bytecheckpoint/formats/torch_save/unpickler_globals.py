@@ -122,7 +122,7 @@ class ByteStream:
 
 
 class PickledArray:
-    """Stands for a numpy array until its state is known."""
+    """Stands for a numpy array, which is empty until `take_state`."""
 
     def __init__(self) -> None:
         self.array: np.ndarray = np.empty(0)
@@ -328,7 +328,7 @@ def _dict_of(items: Any = ()) -> dict[Any, Any]:
 
 
 def _reconstructed(kind: Any, *_: Any) -> Any:
-    """Makes an object as protocols 0 and 1 do."""
+    """Calls the class without arguments: so do pickles of the protocols 0 and 1, which set the state afterwards."""
     if not isinstance(kind, Call):
         raise PickleError("it makes an object of something that is not a class")
     return kind.make()
