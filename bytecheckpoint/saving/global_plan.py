@@ -140,7 +140,8 @@ def make_local_plan(
 
 
 def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
-    """Returns this rank's part of the global plan, made now or cached by all ranks. A new plan goes into the cache.
+    """Returns this rank's part of the global plan, made now or cached by all ranks. A new plan goes into the cache, and
+    the coordinator warns of small replicas that differ in it.
 
     Raises CheckpointMismatchError (conflict, coverage) if the local plans contradict one another, and
     CheckpointSaveError (unsupported_value) if the state has no entry on any rank.
@@ -220,7 +221,9 @@ def _whole_message(local_plan: LocalSavePlan, ranks: Ranks, digested: Sequence[s
 
 
 class _GlobalPlanner:
-    """The coordinator's side of the exchange: one reply for each local plan. Stays empty on the other ranks."""
+    """Exchanges the messages of planning. On the coordinator it makes one reply for each rank and fills the public
+    fields, which stay empty on the other ranks.
+    """
 
     def __init__(self, ranks: Ranks, local_plan: LocalSavePlan) -> None:
         self._ranks = ranks

@@ -49,7 +49,9 @@ class PhaseHistory:
         self._lock = threading.Lock()  # one save may upload while another one is written
 
     def add(self, root: str, num_bytes: int, by_rank: Sequence[Mapping[str, float]]) -> list[SlowPhase]:
-        """Adds a save, given the seconds of each rank by phase, and returns its slow phases."""
+        """Adds a save, given the seconds of each rank by phase. Returns its phases that took much longer than the
+        median of earlier saves of about as many bytes; none before there are a few of those.
+        """
         phases = [phase for phase in _COMPARED if any(phase in seconds for seconds in by_rank)]
         slowest = {phase: max(seconds.get(phase, 0.0) for seconds in by_rank) for phase in phases}
         with self._lock:

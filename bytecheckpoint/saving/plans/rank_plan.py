@@ -17,7 +17,7 @@ _MAX_PLANS = 8
 
 
 class MirroredImage(NamedTuple):
-    """Data file `number` of the rank `owner`, planned on another rank that holds the same chunks."""
+    """Data file `number` of the rank `owner`, planned on this rank, which holds the same chunks and stages it too."""
 
     owner: int
     number: int
@@ -74,7 +74,7 @@ class WrittenTensors:
 
 @dataclass(slots=True)
 class PlanCache:
-    """The most recently used plans, by the fingerprints of local plans. Holds no tensor."""
+    """The plans used last, at most 8, by the fingerprints of local plans. Holds no tensor."""
 
     _plans: OrderedDict[bytes, RankPlan] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
