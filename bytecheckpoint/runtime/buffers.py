@@ -82,7 +82,7 @@ class BufferPool:
 
     @contextmanager
     def lend(self) -> Iterator[memoryview]:
-        """Gives a block for as long as the context lasts; waits until one is free."""
+        """Takes a block, as `take` does, and gives it back when the context ends."""
         block = self.take()
         try:
             yield block
@@ -109,7 +109,7 @@ class BufferPool:
         return returned.block
 
     def give(self, block: memoryview) -> None:
-        """Gives a block back to the pool, where it is free once the events of `mark` are done."""
+        """Gives a block back to the pool, without waiting; it is free once the events of `mark` are done."""
         events: list[CopyEvent] = []
         try:
             if self._mark is not None:
