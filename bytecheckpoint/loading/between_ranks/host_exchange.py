@@ -34,8 +34,8 @@ Unit = tuple[int, int]
 
 
 class HostExchange:
-    """One rank's part in passing on units through the memory of its host. Its
-    user calls `serve` on NUM_THREADS threads if the host has other ranks.
+    """One rank's part in passing on units through the memory of its host. If the host has other ranks, `serve` has to
+    run on NUM_THREADS threads.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class HostExchange:
             self._send(rank, _READY, file=file, byte_offset=byte_offset, **where)
 
     def beat(self) -> None:
-        """Tells takers, from time to time, that this rank makes progress."""
+        """Tells takers that this rank makes progress, unless it did so within `heartbeat_s`. Does not block."""
         now = time.monotonic()
         if now - self._beat_at >= self._heartbeat_s:
             self._beat_at = now
@@ -169,7 +169,7 @@ class HostExchange:
             self._num_left -= 1
 
     def _check_processes(self) -> None:
-        """Raises CheckpointError (rank_missing) for a rank that is gone; sends others a heartbeat if this one has made
+        """Raises CheckpointError (rank_missing) for a rank that is gone; sends takers a heartbeat if this one has made
         progress. Does both at most every `_CHECK_S`.
         """
         with self._lock:
