@@ -178,7 +178,7 @@ class SaveProgress:
         self._on_seen = do
 
     def mark_seen(self) -> None:
-        """Records that the caller has the outcome."""
+        """Records that the caller has the outcome, and calls the function of `when_seen`."""
         self.was_seen = True
         self._on_seen()
 
@@ -269,23 +269,24 @@ class SaveProgress:
                     raise
         self._is_staged.wait()
 
-    def stage(self, snapshot: Snapshot) -> None:
-        """Stages the snapshot, and ends the waits for that. Does not raise an error of it: the writer gets it, which
-        raises it on all ranks, and these waits end with the save. Raises an interrupt such as Ctrl-C, or the refusal to
-        wait in a signal handler, here as well.
+    def stage(self, snapshot: Snapshot) -> bool:
+        """Stages the snapshot, ends the waits for that, and returns True. Returns False if staging fails: the writer
+        gets the error and raises it on all ranks, and the waits end with the save. Raises an interrupt such as Ctrl-C,
+        or the refusal to wait in a signal handler, here as well.
         """
         try:
             snapshot.stage()
         except BaseException as error:
             if isinstance(error, Exception) and not is_refusal(error):
                 snapshot.fail(error)
-                return
+                return False
             self.was_seen = True  # the caller gets it here and now
             message = f"staging was interrupted by {type(error).__name__}; nothing was committed"
             snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
             raise
         else:
             self._is_staged.set()
+            return True
         finally:
             self._shared = None
 

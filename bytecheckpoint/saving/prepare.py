@@ -180,8 +180,8 @@ class PreparedSave:
 
     def take_snapshot(self, entries: Sequence[Entry]) -> None:
         """Makes the snapshot, which `stage` fills, and agrees with all ranks. With a cached plan, the snapshot is made
-        first, because after the agreement it would wait for a core on which another rank trains already; if it is also
-        lazy and not in waves, this leaves the agreement to the background.
+        first, because after the agreement it would wait for a core on which another rank trains already; if that
+        snapshot is lazy and not in waves, the agreement is left to the background.
         """
         with self.call.phase("stage"):
             if self.is_lazy:
@@ -252,11 +252,11 @@ class PreparedSave:
         )
 
     def stage(self) -> None:
-        """Stages the snapshot. From then on the training state may change."""
+        """Stages the snapshot as `SaveProgress.stage` does; the coordinator logs that."""
         self.meter.begin("stage")
         with self.call.timer.phase("stage"):
-            self.progress.stage(self.snapshot)
-        if self.call.ranks.rank == COORDINATOR:
+            is_staged = self.progress.stage(self.snapshot)
+        if is_staged and self.call.ranks.rank == COORDINATOR:
             logger.info("staged %s in %.2f s", self.target.path, self.call.timer.total)
 
     def interrupt(self, error: BaseException) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults.seams import Seam, before, raising
 from rich.progress import Progress as RichProgress
 
 import bytecheckpoint as bcp
@@ -23,6 +24,7 @@ from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.runtime import progress as progress_module
 from bytecheckpoint.runtime.progress import ProgressMeter
 from bytecheckpoint.saving.slow_phases import PhaseHistory, slow_text
+from bytecheckpoint.staging import file_image
 
 
 def state_of(num_bytes: int) -> dict[str, torch.Tensor]:
@@ -283,6 +285,17 @@ def test_the_log_tells_begin_staging_commit_and_with_debug_all_phases(tmp_path, 
     told = [record.message for record in caplog.records if record.levelno == logging.DEBUG]
     begun = [text.partition(", then ")[2].split()[0] for text in told if ", then " in text]
     assert begun == ["write", "commit", "done", "read", "done"]
+
+
+@pytest.mark.parametrize("staging_bytes", [None, 32 << 20])
+def test_the_log_calls_no_state_staged_whose_staging_failed(tmp_path, caplog, staging_bytes) -> None:
+    caplog.set_level(logging.INFO, "bytecheckpoint")
+    with before(Seam(file_image.LiveFile, "gather"), raising(MemoryError("no memory for a copy"))):
+        options = bcp.SaveOptions(staging_bytes=staging_bytes)
+        handle = bcp.save(tmp_path / "c", state_of(40 << 20), async_save=True, options=options)
+        with pytest.raises(bcp.CheckpointSaveError, match="no memory for a copy"):
+            handle.result(60)
+    assert [record.message.split()[0] for record in caplog.records] == ["saving"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
