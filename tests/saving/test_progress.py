@@ -356,6 +356,21 @@ def test_only_saves_to_the_same_root_of_the_same_size_and_ranks_are_compared(oth
     assert len(history.add("r", 1000, [seconds(write=9.0)])) == 1
 
 
+def test_phases_of_saves_to_ever_new_paths_do_not_pile_up() -> None:
+    history = PhaseHistory()
+    for root in ["old"] * 3 + [f"path-{number}" for number in range(64)]:
+        history.add(root, 1000, [seconds(write=1.0)])
+    assert history.add("old", 1000, [seconds(write=6.0)]) == []
+
+
+def test_phases_of_a_root_in_use_are_kept_beside_ever_new_paths() -> None:
+    history = PhaseHistory()
+    for number in range(200):
+        history.add("used", 1000, [seconds(write=1.0)])
+        history.add(f"path-{number}", 1000, [seconds(write=1.0)])
+    assert [slow.phase for slow in history.add("used", 1000, [seconds(write=6.0)])] == ["write"]
+
+
 def test_the_coordinator_warns_of_a_slow_phase(tmp_path, caplog, monkeypatch) -> None:
     from bytecheckpoint.saving import slow_phases
 
