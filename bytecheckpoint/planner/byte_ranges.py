@@ -71,7 +71,7 @@ def piece_of(item: Part | Frame) -> ByteRange:
 
 
 def item_bytes_of(part: BoxPart) -> int:
-    """Returns the bytes of an element. The chunk of the part is not compressed."""
+    """Returns the number of bytes of an element of the part, whose chunk is not compressed."""
     return part.chunk.byte_length // part.chunk.region.numel
 
 

@@ -36,7 +36,7 @@ def advise(memory: mmap.mmap, *, large_pages: bool) -> None:
 
 
 def map_block(num_bytes: int) -> memoryview:
-    """Returns memory aligned to pages, so that it can be written past the page cache."""
+    """Returns new memory aligned to pages, so that it can be written past the page cache."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advise(memory, large_pages=True)
     return memoryview(memory)

@@ -253,13 +253,13 @@ class SavesInFlight:
                 progress.is_numbered.wait()
 
     def wait_until_staged(self) -> None:
-        """Waits until no save in flight needs the state, and helps lazy ones. Raises if one waits for this thread."""
+        """Waits until no save in flight needs the state; stages parts of lazy ones. Raises on an awaited thread."""
         for progress in self._all:
             progress.wait_until_staged()
 
     def wait_until_ended(self) -> None:
-        """Waits for the saves in flight. Raises CheckpointSaveError if one of them waits for this thread, but no error
-        of a save.
+        """Waits for the end of the saves in flight. Raises CheckpointSaveError if one of them waits for this thread,
+        but no error of a save.
         """
         for progress in self._all:
             if not progress.outcome.done():

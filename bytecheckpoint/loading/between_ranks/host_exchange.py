@@ -92,7 +92,9 @@ class HostExchange:
             raise PeerLeftError
 
     def announce(self, unit: Unit, part: ArenaPart) -> None:
-        """Tells every rank that has asked for this unit to take it from this part of the memory."""
+        """Tells every rank that has asked for this unit to take it from this part of the memory, which is held until
+        each has. Waits while a rank has no room for the message.
+        """
         now = time.monotonic()
         for rank in {rank for ranks in self.requests.get(unit, {}).values() for rank in ranks}:
             part.hold()
