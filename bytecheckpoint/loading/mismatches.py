@@ -300,7 +300,7 @@ def _nothing_text(stored: CheckpointView, top_level: set[str]) -> str:
 
 
 def _entries_text(missing: Sequence[str], stored: CheckpointView) -> str:
-    """Names the entries of the checkpoint if it lacks the entry of a missing name; else returns ""."""
+    """Returns a text that lists the checkpoint's entries if it lacks the entry of a `missing` name; else ""."""
     entries = {name.partition(".")[0] for name in stored.all_names()}
     lost = sorted({name.partition(".")[0] for name in missing} - entries)
     if not lost:

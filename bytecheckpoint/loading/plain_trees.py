@@ -136,8 +136,8 @@ class PlainData:
                 )
 
     def nested(self) -> dict[Any, Any]:
-        """Returns the state as torch saves it, with stubs for tensors. Entries are dicts; an optimizer is what
-        its state_dict() returns; a value of single ranks is a dict by rank.
+        """Returns the state as torch saves it, with stubs for tensors. Entries are dicts; an optimizer is what its
+        state_dict() returns; a value of single ranks is a dict by rank. Adds to `left_out`.
         """
         placed: set[str] = set()
         root = self._shared(placed)

@@ -158,8 +158,7 @@ def with_state_of_excluded(manifest: Manifest, request: SelectionRequest) -> Sel
 
 
 def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNames | None) -> Selection:
-    """Returns the selection.
-
+    """Returns the tensors that the target gets, with their names there, and what it does not get.
     Raises CheckpointMismatchError (conflict) if none of the checkpoint's tensors is left, unless `is_in_memory`; if two
     new names are equal or one is empty; for an HF target without `include` and name map, for several models; and, with
     `is_in_memory`, if `exclude` takes a part of an optimizer's tensors.

@@ -66,7 +66,7 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
     files = SaveFiles(target, agreed.save_id, ranks.rank, agreed.rank_plan.files, prepared.extent_digests)
     # Other ranks get the error first: files are deleted after `together` has ended.
     doing = f"writing {target.path}"
-    with ExitStack() as undo, together(ranks, doing, about=about), telling_of_another_owner(target):
+    with ExitStack() as undo, together(ranks, doing, about=about), raising_superseded(target):
         undo.callback(discard, files)
         with timer.phase("write"), closing(prepared.snapshot):
             reuse = find_reusable(prepared)
@@ -95,9 +95,10 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
 
 
 @contextmanager
-def telling_of_another_owner(target: SaveTarget) -> Iterator[None]:
-    """Surrounds work on the files of a save. Where it fails, though no rank is missing, and another owner has claimed
-    the root, raises CheckpointSaveError (superseded) instead: that owner clears away what this save writes.
+def raising_superseded(target: SaveTarget) -> Iterator[None]:
+    """Surrounds work on the files of a save. If that fails, though no rank is missing, and another owner has claimed
+    the root, raises CheckpointSaveError (superseded) instead, on the coordinator: that owner deletes what this save
+    writes.
     """
     try:
         yield
@@ -178,7 +179,7 @@ def _create_manifest(call: SaveCall, files: SaveFiles, content: bytes, undo: Exi
     store, folder = files.target.store, files.target.folder
     with ExitStack() as refused:
         refused.callback(undo.callback, discard, files)
-        with telling_of_another_owner(files.target):
+        with raising_superseded(files.target):
             if call.timer.age_s > _HELD_UP_S:
                 _refuse_if_collected(call, files, content)
             if call.ranks.num_ranks > 1 and not is_remote(store):

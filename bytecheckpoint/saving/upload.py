@@ -23,8 +23,8 @@ from bytecheckpoint.saving.commit import (
     broadcast_or_discard,
     commit_together,
     discard,
+    raising_superseded,
     remember_files,
-    telling_of_another_owner,
     warn_of_slow_phases,
 )
 from bytecheckpoint.saving.local_stage import LocalStage
@@ -156,7 +156,7 @@ def _upload(call: SaveCall, files: SaveFiles, stage: LocalStage, plan: SavePlan 
     ranks, about, timer = call
     target = files.target
     doing = f"uploading {target.path}"
-    with ExitStack() as undo, together(ranks, doing, about=about), telling_of_another_owner(target):
+    with ExitStack() as undo, together(ranks, doing, about=about), raising_superseded(target):
         undo.callback(discard, files)
         meter.begin("upload", stage.num_upload_bytes)
         with timer.phase("upload"):
