@@ -39,7 +39,7 @@ class _Bars:
         self._tasks: dict[str, TaskID] = {}
 
     def show(self, progress: Progress) -> None:
-        """Draws, moves or removes the bar of a save or load."""
+        """Draws, moves or removes the bar of a save or load; on rank 0 and in a terminal only."""
         if progress.rank != 0 or sys.stderr is None or not sys.stderr.isatty():
             return
         with self._lock:

@@ -72,8 +72,8 @@ class ProbeStore:
         self.names.discard(name)
 
     def clear(self) -> None:
-        """Deletes everything that was written, then aborts all unfinished uploads in the folder, if the store lists
-        them. Raises an error of the uploads, else the first one of `delete`, after all were tried.
+        """Tries to delete everything that was written, then aborts all unfinished uploads in the folder, if the store
+        lists them. At the end raises the first error of `delete`; an error of the uploads at once.
         """
         errors = []
         for name in sorted(self.names):
@@ -101,8 +101,8 @@ def get(store: Store, name: str, byte_offset: int, byte_length: int) -> bytes:
 
 
 def check_guarantees(store: ProbeStore) -> Iterator[GuaranteeCheck]:
-    """Yields the verdicts; a check in which the store raises an error counts as not kept. Raises the store's error if
-    not even a small object can be written and read. Leaves objects, which `store.clear` deletes.
+    """Yields the verdict on each guarantee; not kept if the store raises an error in its check. Raises the store's
+    error if not even a small object can be written and read. Leaves objects, which `store.clear` deletes.
     """
     content = _pattern(100_003)
     put(store, "small", content)

@@ -50,7 +50,7 @@ class Speed(NamedTuple):
 
 
 def measure_latency(store: ProbeStore) -> Latency:
-    """Measures requests one after the other."""
+    """Measures writes, reads and listings, one request at a time. Deletes the objects that it has written."""
     content = os.urandom(4096)
     names = [f"latency-{number}" for number in range(_ROUNDS)]
     writes = [_seconds(partial(put, store, name, content)) for name in names]

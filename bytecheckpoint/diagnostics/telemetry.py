@@ -207,8 +207,8 @@ def last_end(ranks: Sequence[RankRecord]) -> float:
 
 
 def slowest_ranks(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> list[SlowRank]:
-    """Returns the 5 ranks that ended last, the last one first, each with the phase in which it lost the most time
-    against the median. `ranks` is not empty.
+    """Returns the 5 ranks that ended last, or all if there are fewer, the last one first, each with the phase in which
+    it lost the most time against the median. `ranks` is not empty.
     """
     first = first_call(ranks)
     starts = [record.started_at - first for record in ranks]
@@ -226,7 +226,7 @@ def slowest_ranks(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> list[
 
 def rank_rows(ranks: Sequence[RankRecord], phases: Sequence[Phase], max_rows: int) -> list[RankRow]:
     """Divides the ranks among at most `max_rows` rows (0 for a row each). Neighbours share a row, which has the longest
-    time of any of them in each phase, and the host of the one that ended last.
+    time of any of them in each phase, and the host of the one that ended last. `ranks` is not empty.
     """
     per_row = -(-len(ranks) // max_rows) if max_rows else 1
     rows = []

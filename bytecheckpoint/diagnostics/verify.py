@@ -88,7 +88,7 @@ def verify_checkpoint(
     rng: random.Random,
     on_progress: Callable[[int], None],
 ) -> Verification:
-    """Checks a checkpoint whose manifest was read already, and so is valid in itself.
+    """Checks the files and the tiling of the tensors of a checkpoint whose manifest was read, and validated by that.
 
     Args:
         threads: Reads in flight; each takes READ_BYTES of memory.
@@ -154,7 +154,8 @@ def _sample_faults(
     store: Store, names: Sequence[str], files: Sequence[DataFile], sizes: Sequence[int | None], *, threads: int
 ) -> list[ScanFault]:
     """Returns a fault for each sample of a linked file that has changed since the link was made, or cannot be read.
-    Samples of an unreadable file that are not begun by then are skipped. Files of another size have a fault already.
+    Skips files that are missing or of another size, which have a fault already, and samples of a file that proved
+    unreadable.
     """
     unreadable: set[int] = set()
 
@@ -204,7 +205,7 @@ class _FileContents:
         return self._by_file[index]
 
     def describe(self, fault: ScanFault) -> Damage:
-        """Returns the fault with the tensors that it hits."""
+        """Returns the fault as damage, with the tensors that it hits."""
         items = self.of_file(fault.file)
         start, end = self._first_unread_byte(fault), fault.byte_offset + fault.byte_length
         # Chunks do not overlap, so all before the chunk that reaches into the range end before it. Chunks of other

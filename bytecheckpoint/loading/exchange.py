@@ -43,8 +43,8 @@ from bytecheckpoint.storage.range_reader import ALIGNMENT
 
 def arena_lengths(source: Source, extents: Extents, wanted_bytes: int) -> tuple[int, int]:
     """Returns the bytes of memory for what is read for other ranks too, and for what comes from other hosts; each holds
-    any unit. Together they are up to three eighths of the scratch memory, more for a long extent: half of it is for
-    what only this rank wants, and an eighth for copies.
+    any unit. Together they are up to three eighths of `scratch_bytes`, more for a long extent: half of `scratch_bytes`
+    is for what only this rank wants, and an eighth for copies.
     """
     unit_bytes = source.unit_bytes
     least = extents.longest_unit(unit_bytes) + ALIGNMENT
@@ -54,8 +54,8 @@ def arena_lengths(source: Source, extents: Extents, wanted_bytes: int) -> tuple[
 
 
 def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match: Match) -> Traffic:
-    """Carries out the plans of all ranks, each of which passes its own. Must be called by all. If ranks do not exchange
-    what they read, each does all of its plan.
+    """Carries out the plans of all ranks, each of which passes its own and must call this. If ranks do not exchange
+    what they read, each does all of its plan. Returns the bytes that this rank has read and received.
 
     Raises the errors of reading, CheckpointCorruptError (checksum) for bytes that were damaged on the way, and
     CheckpointError (rank_missing) for a rank that died or is stuck. A failure elsewhere is raised here as well.
@@ -267,7 +267,7 @@ class _Exchange(ConnectedThreads):
             raise
 
     def _relay(self, reader: int, fetches: Sequence[Fetch]) -> None:
-        """Receives, from a reader rank on another host, what any rank of this host wants, and passes it on."""
+        """Receives, from a reader rank on another host, what any rank of this host wants, and passes it on to them."""
         self._host.wait_for_requests()
         awaited: dict[tuple[int, int], tuple[Fetch, tuple[ByteRange, ...]]] = {}
         for fetch in fetches:
@@ -291,7 +291,7 @@ class _Exchange(ConnectedThreads):
             connection.send_ack()
 
     def _connect(self, reader: int, request: bytes, *, timeout_s: float) -> Connection:
-        """Connects to the reader rank. If this rank has failed meanwhile, tells it so and raises PeerLeftError."""
+        """Connects to the reader rank. If this rank has failed meanwhile, tells that one and raises PeerLeftError."""
         self._untold.discard(reader)
         try:
             connection = self._connection_to(reader, self._assigned.addresses[reader], request, timeout_s=timeout_s)

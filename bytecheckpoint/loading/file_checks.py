@@ -70,8 +70,9 @@ def plan_again(source: Source, match: Match, *, checked: Sequence[Fetch]) -> lis
 def bad_sums(
     ranks: Ranks, source: Source, entries: Sequence[Entry], stored: CheckpointView, match: Match
 ) -> Mapping[str, str]:
-    """Returns on every rank, by the FQN of the entry, the conflict of each sum that some rank finds out of range. All
-    ranks must call it, also those that sum nothing: each may be the only one that can read some of the files.
+    """Reads the integers that entries sum over ranks. Returns on every rank, by the FQN of the entry, the conflict of
+    each sum that some rank finds out of range. All ranks must call it, also those that sum nothing: each may be the
+    only one that can read some of the files.
 
     Raises the errors of reading.
     """
@@ -85,8 +86,9 @@ def bad_sums(
 
 
 def shares_of(wanted: np.ndarray, *, is_listed: bool) -> list[list[int]]:
-    """Returns the files that each rank looks at; `wanted` has a row for each rank and a column for each file. A file
-    that many want goes to one of them, in turn; with `is_listed`, where one listing shows all, to rank 0.
+    """Returns, by rank, the numbers of the files that it looks at. `wanted` has a row for each rank and a column for
+    each file. A file that several want goes to one of them, in turn. With `is_listed`, where one listing shows all
+    files, rank 0 looks at all.
     """
     if is_listed:
         return [np.flatnonzero(wanted.any(axis=0)).tolist(), *([] for _ in wanted[1:])]

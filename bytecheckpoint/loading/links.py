@@ -63,7 +63,9 @@ def opening_at(path: str, opening: Opening, *, follow_links: bool) -> Opening:
 
 
 def sample_ranges(byte_length: int, directory_offset: int | None) -> list[tuple[int, int]]:
-    """Returns offset and length of a file's samples: of an archive its whole directory, up to MAX_SAMPLE_BYTES."""
+    """Returns offset and length of each sample of a file, in file order: its begin, some in between, and its end; all
+    of a short file. For an archive, the end is its whole directory from `directory_offset` on, up to MAX_SAMPLE_BYTES.
+    """
     if byte_length <= 2 * _END_BYTES:
         return [(0, byte_length)] if byte_length else []
     last = byte_length - _END_BYTES
@@ -76,7 +78,7 @@ def sample_ranges(byte_length: int, directory_offset: int | None) -> list[tuple[
 
 
 def take_sample(store: Store, name: str, byte_offset: int, byte_length: int) -> Sample:
-    """Reads a sample. Raises the errors of `Store.read_into`."""
+    """Reads these bytes of a file, and returns their place and digest. Raises the errors of `Store.read_into`."""
     content = bytearray(byte_length)
     store.read_into(name, byte_offset, memoryview(content))
     return Sample(byte_offset, byte_length, xxhash.xxh3_64_intdigest(content))

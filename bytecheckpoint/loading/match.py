@@ -82,7 +82,9 @@ class Match(NamedTuple):
 
 
 def match_state(entries: Collection[Entry], stored: CheckpointView, *, cast: bool) -> Match:
-    """Compares a state with a checkpoint. A shard that does not fit is among the problems and not among the shards."""
+    """Compares a state with a checkpoint. A shard that does not fit is among the problems and not among the shards.
+    Changes no value of the state.
+    """
     match = Match([], [], [], set(), set(), set(), [])
     blocks: list[Sequence[LocalShard]] = []
     names = roots_of(entries)
@@ -119,10 +121,10 @@ def _without(match: Match, numbers: Sequence[int]) -> Match:
 
 
 def _with_scales(match: Match, stored: CheckpointView) -> Match:
-    """Adds the scales of quantized weights that are converted to full precision, and puts memory for packed numbers in
-    place of the shards that they are for. Whatever include and exclude say: without them the weights would be other
-    ones. But where the state has a place for the scales, it gets the numbers as they are: whoever multiplies them by
-    its scales would do so twice. A weight whose scales do not fit becomes a problem.
+    """Adds the scales of quantized weights that are converted to full precision, and replaces the shards of packed
+    weights by memory for the packed numbers, whatever include and exclude say: without scales the weights would be
+    wrong. Where the state has a place for the scales, the weights are not multiplied by them, which is then left to the
+    state's user. A weight whose scales do not fit becomes a problem.
     """
     scales = WeightScales(stored.saved, stored.metadata)
     filled, unfit = list[tuple[LocalShard, str]](), list[int]()
@@ -142,7 +144,9 @@ def _with_scales(match: Match, stored: CheckpointView) -> Match:
 
 
 def _match_shards(match: Match, shards: TargetShards, stored: CheckpointView, *, cast: bool) -> Sequence[LocalShard]:
-    """Adds the stored tensors for these shards to `match`, or problems. Returns the shards that will be filled."""
+    """Adds what it finds about these shards to `match`: the stored tensors, or problems, and claims. Returns the shards
+    that will be filled.
+    """
     tensors = stored.tensors
     if shards and (fitting := _fitting_as_they_are(shards, tensors)):
         match.stored_fqns.extend(fitting)
@@ -217,8 +221,8 @@ def _each_once(match: Match, entries: Collection[Entry], stored: CheckpointView)
 def _trained_first(
     match: Match, tied: list[tuple[int, int]], entries: Collection[Entry], stored: CheckpointView
 ) -> list[tuple[int, int]]:
-    """Returns the pairs with that tensor first which the checkpoint's optimizer has, where the two are plain data: the
-    live optimizer goes on to change the memory that is kept.
+    """Returns the pairs, swapped where the first tensor is plain data and only the second is one that the checkpoint's
+    optimizer trains: the live optimizer goes on to change the memory that is kept, which is that of the first.
     """
     plain = roots_of(entry for entry in entries if isinstance(entry, PlainEntry)) if tied else set()
     optimizers = (entry for entry in entries if isinstance(entry, OptimizerEntry) and plain)
@@ -234,8 +238,8 @@ def _trained_first(
 def _separate(
     match: Match, tied: Collection[tuple[int, int]], entries: Collection[Entry]
 ) -> list[tuple[LocalShard, str]]:
-    """Returns new targets, with the stored FQN of each, for the second shards of the pairs in `tied` whose two shards
-    are the same elements, and two tensors in the checkpoint.
+    """Returns a new target in memory of its own, with its stored FQN, for the second shard of each pair in `tied` whose
+    shards are the same elements in the state, and two tensors in the checkpoint.
     """
     stored = {
         match.shards[second].fqn: match.stored_fqns[second]

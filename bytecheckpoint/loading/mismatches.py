@@ -150,9 +150,9 @@ def merge_findings(
 
 
 def _unused_rules(stored: CheckpointView, top_level: set[str]) -> list[UnusedRule]:
-    """Returns the rules that match no name of the checkpoint, and none looked up. A glob of an entry's own name, which
-    takes nothing of what is below it, counts as matching if it changes nothing: if the state lacks the entry; of
-    include, also if something of the entry is loaded; of exclude, also if nothing is.
+    """Returns the rules that match no name of the checkpoint, and none that the state has asked for. A glob of an
+    entry's own name, which takes nothing of what is below it, counts as matching if it changes nothing: if the state
+    lacks the entry; of include, also if something of the entry is loaded; of exclude, also if nothing is.
     """
     for fqn in stored.names_of_all_ranks if stored.unmatched_rules else ():
         stored.takes(fqn)
@@ -267,7 +267,7 @@ def refuse_unused_globs(stored: CheckpointView, path: str) -> None:
 
 
 def _unused_texts(rules: Sequence[UnusedRule], stored: CheckpointView) -> list[str]:
-    """Says of each rule that it matches nothing; of those that an error shows, with advice, which takes time."""
+    """Returns a text for each rule, that it matches nothing; only the first, which are shown, come with advice."""
     names = stored.names_of_all_ranks if rules else set()
     parts = (name.split(".") for name in names)
     around = {".".join(of_name[:count]) for of_name in parts for count in range(1, len(of_name))}
@@ -300,7 +300,7 @@ def _nothing_text(stored: CheckpointView, top_level: set[str]) -> str:
 
 
 def _entries_text(missing: Sequence[str], stored: CheckpointView) -> str:
-    """Names the entries of the checkpoint if it lacks the entry of a missing name; else returns ""."""
+    """Returns a text that lists the checkpoint's entries if it lacks the entry of a `missing` name; else ""."""
     entries = {name.partition(".")[0] for name in stored.all_names()}
     lost = sorted({name.partition(".")[0] for name in missing} - entries)
     if not lost:

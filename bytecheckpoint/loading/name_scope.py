@@ -43,8 +43,8 @@ class NameScope(NamedTuple):
     exclude: Sequence[str] | None
 
     def view(self, entries: Sequence[Entry], below: str, beside: Collection[str]) -> CheckpointView:
-        """Returns the checkpoint as these entries see it. The FQN `below` is put in front of each of its names, except
-        for those at or below the state FQNs in `beside`.
+        """Returns the checkpoint as these entries see it. `below`, an FQN or "", is put in front of each name of the
+        checkpoint, except for names at or below the state FQNs in `beside`.
         """
         forms = forms_of(entries)
         return CheckpointView(
@@ -173,8 +173,8 @@ def _rank_local(matched: Matched) -> list[RankLocalEntry]:
 
 
 def _without_sums(matched: Matched, conflicts: Mapping[str, str], wanted: WantedState) -> Matched:
-    """Gives the entries these conflicts, texts by the FQN of the entry, and returns the comparison with them: they fill
-    nothing.
+    """Refuses the sums of the entries in `conflicts`, texts by the FQN of the entry, so that these fill nothing;
+    returns the comparison made again.
     """
     for entry in _rank_local(matched):
         entry.refuse_sum(conflicts.get(entry.fqn, ""))
@@ -194,10 +194,10 @@ def _entries(stored: CheckpointView) -> set[str]:
 
 
 def _best_of(ranks: Ranks, candidates: Sequence[tuple[Matched, str]]) -> Matched:
-    """Returns the comparison that fits best on all ranks together, the first of equal ones: the one with the most
-    shards minus problems. Each comes with the name below which it puts the names of the checkpoint, or "": one that
-    fills nothing there does not count. One without shards comes last even if it has no problems, because `include` may
-    have left out everything.
+    """Returns the comparison with the most shards minus problems on all ranks together, the first of equal ones, and
+    the same on all ranks. Each comes with the name below which it puts the names of the checkpoint, or "". One without
+    shards comes after all that have some, because `include` may have left out everything, and one that fills nothing
+    below its name comes last.
     """
 
     def score(num_shards: int, num_problems: int, num_named: int) -> tuple[bool, bool, int]:

@@ -88,8 +88,9 @@ def _with_previous(error: CheckpointError, previous: CheckpointError | None) -> 
 
 
 def open_together(ranks: Ranks, target: LoadTarget, options: LoadOptions) -> Source:
-    """Opens the checkpoint for all. Raises as `find_checkpoint`, `manifest_bytes` and `files_of`; and
-    CheckpointMismatchError (conflict) if ranks ask for different checkpoints, or a step's folder was renamed.
+    """Opens the checkpoint on all ranks, which must all call this; the coordinator finds it and reads its manifest.
+    Raises as `find_checkpoint`, `manifest_bytes` and `files_of`; and CheckpointMismatchError (conflict) if ranks ask
+    for different checkpoints, or a step's folder was renamed.
     """
     opening = Opening(target.storage_options, options.timeout_s)
     at_root = opening_at(target.root, opening, follow_links=options.follow_links)
@@ -123,7 +124,9 @@ def open_alone(target: LoadTarget, options: LoadOptions) -> Source:
 
 
 def _find(target: LoadTarget, opening: Opening, options: LoadOptions) -> tuple[Store, _OpenedMessage]:
-    """Returns the checkpoint's store, and the message with its manifest as it is at one moment."""
+    """Finds the checkpoint and reads its manifest; looks again if it was deleted in between. Returns the store and the
+    message about it.
+    """
     for number in range(_ATTEMPTS):
         found = find_checkpoint(target.root, target.step, opening)
         try:

@@ -40,6 +40,7 @@ class PlainData:
     """The selected part of a checkpoint's plain data."""
 
     def __init__(self, manifest: Manifest, selection: Selection, request: SelectionRequest) -> None:
+        """Raises CheckpointMismatchError (conflict) if `rename` parts an optimizer from its parameters."""
         self._manifest = manifest
         self._selection = selection
         self._request = request
@@ -50,14 +51,14 @@ class PlainData:
         self._refuse_torn_optimizers()
 
     def objects(self) -> dict[str, bytes]:
-        """Returns the encoded trees by FQN, as in a manifest."""
+        """Returns the encoded selected trees by FQN, as in a manifest."""
         if self._request.takes_all and not self._request.rename:
             return dict(self._manifest.objects)
         return {fqn: encode_plain(tree, fqn) for fqn, tree in self._trees().items()}
 
     def rank_objects(self) -> dict[str, Mapping[int, bytes]]:
-        """Returns the encoded trees that differ from rank to rank, by FQN and rank. The FQNs stay as they are;
-        references are to the new names of tensors.
+        """Returns the encoded selected trees that differ from rank to rank, by FQN and rank. Their FQNs are not
+        renamed; references in them are to the new names of tensors.
         """
         if self._request.takes_all and not self._request.rename:
             return dict(self._manifest.rank_objects)
@@ -135,8 +136,8 @@ class PlainData:
                 )
 
     def nested(self) -> dict[Any, Any]:
-        """Returns the state as torch saves it, with stubs for tensors. Entries are dicts; an optimizer is what
-        its state_dict() returns; a value of single ranks is a dict by rank.
+        """Returns the state as torch saves it, with stubs for tensors. Entries are dicts; an optimizer is what its
+        state_dict() returns; a value of single ranks is a dict by rank. Adds to `left_out`.
         """
         placed: set[str] = set()
         root = self._shared(placed)

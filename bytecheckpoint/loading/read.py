@@ -103,15 +103,17 @@ class Source:
 
     @property
     def max_fetch_bytes(self) -> int:
-        """Length of the longest fetch."""
+        """Length of the longest fetch, in bytes."""
         return max_bytes_at_once(self.store, scratch_bytes=self._scratch_bytes, threads=self.options.reader_threads)
 
     def showing(self, manifest: Manifest) -> Source:
-        """Returns a source of the same checkpoint, with the names and shapes of this manifest."""
+        """Returns a source of the same checkpoint with this manifest, and `changes` of its own; itself if it has it."""
         return self if manifest is self.manifest else self._again(manifest)
 
     def apart(self) -> Source:
-        """Returns a source of the same checkpoint for reads into memory that is no part of the state."""
+        """Returns a source of the same checkpoint for reads into memory that is no part of the state: with `changes` of
+        its own.
+        """
         return self._again(self.manifest)
 
     def _again(self, manifest: Manifest) -> Source:
@@ -198,8 +200,8 @@ class Source:
         ]
 
     def run(self, fetches: Sequence[Fetch], lanes: CopyStreams, on_failure: Callable[[], None] = lambda: None) -> None:
-        """Carries out fetches with targets; copies to devices may be under way until the streams in `lanes` are closed.
-        `on_failure` is called as soon as one fails.
+        """Carries out fetches with targets, and counts their bytes for the meter. Copies to devices may be under way
+        until the streams in `lanes` are closed. `on_failure` is called as soon as a fetch fails.
         """
         meter = self.meter
         if meter is not None:
@@ -218,7 +220,7 @@ class Source:
             )
 
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
-        """Carries out a plan that was made for these shards."""
+        """Carries out a plan that was made for these shards, alone; also fills the zeros that lie in no file."""
         self.expect_bytes(fetches)
         with streams_to(TargetShards.of(shards).tensors_without_address) as lanes:
             targets = self.targets(shards, stored_fqns, lanes)
@@ -227,7 +229,9 @@ class Source:
         self.fill_zeros(shards, stored_fqns)
 
     def _read_directly(self, fetches: Sequence[Fetch], targets: Targets, lanes: CopyStreams) -> Sequence[Fetch]:
-        """Reads straight into device memory what options and device allow. Returns the other fetches."""
+        """Reads straight into device memory what options and device allow, and waits for it. Returns the fetches that
+        are left to do.
+        """
         store, options = self.store, self.options
         is_wanted = options.direct == "auto" and not options.verify and isinstance(store, SupportsFilePath)
         reader = find_direct_reader() if is_wanted else None
@@ -264,7 +268,9 @@ class Source:
         return [dtype for dtype, _ in self.manifest.describe_each(stored_fqns)]
 
     def with_place(self, fetch: Fetch, targets: Targets, stored_fqns: Sequence[str]) -> Fetch:
-        """Returns a fetch with the memory that its bytes are read into, or copied to."""
+        """Returns the fetch with the memory that its bytes are read into or copied to. It then also notes in `changes`
+        when it overwrites the state.
+        """
         wanted_by = partial(names_in, fetch, stored_fqns)
         memory = memory_of(fetch.parts[0], targets) if fetch.is_direct else None
         if memory is not None:

@@ -74,7 +74,9 @@ class Receiver:
                 view[...] = received[end - view.size : end].reshape(view.shape)
 
     def place(self, fetch: Fetch, content: memoryview) -> None:
-        """Puts the bytes of a fetch, in writable memory and verified if the options ask it, into the tensors."""
+        """Puts the bytes of a fetch into the tensors; decodes its frames. `content` is writable, and was verified
+        before if the options ask for that.
+        """
         if not fetch.all_parts:
             return
         fetch = self._source.with_place(fetch._replace(is_direct=False), self._targets, self._stored_fqns)

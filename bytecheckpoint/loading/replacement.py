@@ -26,7 +26,9 @@ def detect_replacement(store: Store, folder: str, manifest: Manifest) -> Iterato
 
 
 def refuse_replaced(store: Store, folder: str, manifest: Manifest, *, cause: BaseException | None) -> None:
-    """Raises CheckpointNotFoundError (replaced) if the folder is known to hold another checkpoint, or none."""
+    """Raises CheckpointNotFoundError (replaced) if the folder now has another checkpoint, or none. Does nothing if that
+    cannot be read, or the files are not in the folder that has the manifest.
+    """
     own = f"{DATA_FOLDER}/{manifest.save_id}-"
     zeros_file = manifest.map_notes.zeros_file  # which a name map has added
     written = [file for number, file in enumerate(manifest.files) if number != zeros_file]

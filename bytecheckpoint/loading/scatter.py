@@ -129,7 +129,7 @@ class Places(NamedTuple):
 
     @contextmanager
     def opened(self, changes: StateChanges) -> Iterator[list[memoryview]]:
-        """Yields the memory of all places and gaps, in the order of the file."""
+        """Yields the memory of all places and gaps, in the order of the file; notes in `changes` that it is filled."""
         unwanted = np.empty(int(self.gaps.sum()), np.uint8)
         starts, sizes = np.zeros((2, 2 * len(self.lengths) + 1), np.int64)
         starts[::2], sizes[::2] = unwanted.ctypes.data + np.cumsum(self.gaps) - self.gaps, self.gaps
@@ -139,7 +139,9 @@ class Places(NamedTuple):
 
 
 def place_all(parts: Sequence[Part], byte_offset: int, targets: Targets, fetched: memoryview) -> None:
-    """Puts parts of the bytes that were read from `byte_offset` of a file into their targets. `fetched` is writable."""
+    """Puts parts of the bytes that were read from `byte_offset` of a file into their targets; copies to devices may go
+    on afterwards. `fetched` is writable.
+    """
     others: Sequence[Part] = parts
     if len(parts) >= FEW_PIECES:
         flat, others = split_flat(parts)

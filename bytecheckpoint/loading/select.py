@@ -135,8 +135,8 @@ class ModelNames(NamedTuple):
 
 
 def with_state_of_excluded(manifest: Manifest, request: SelectionRequest) -> SelectionRequest:
-    """Returns the request with the optimizer state of every parameter excluded that `exclude` names in its module,
-    under all of its names, as a load leaves it out.
+    """Returns the request with further `excluded_names`: the optimizer state of each parameter whose tensor is excluded
+    under all of its names, which a load leaves out as well.
     """
     if not request.exclude:
         return request
@@ -158,8 +158,7 @@ def with_state_of_excluded(manifest: Manifest, request: SelectionRequest) -> Sel
 
 
 def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNames | None) -> Selection:
-    """Returns the selection.
-
+    """Returns the tensors that the target gets, with their names there, and what it does not get.
     Raises CheckpointMismatchError (conflict) if none of the checkpoint's tensors is left, unless `is_in_memory`; if two
     new names are equal or one is empty; for an HF target without `include` and name map, for several models; and, with
     `is_in_memory`, if `exclude` takes a part of an optimizer's tensors.
@@ -234,8 +233,8 @@ def _of_whole_optimizers(all_fqns: Sequence[str], trees: Mapping[str, Any], requ
 
 
 def _beside(manifest: Manifest, fqns: Sequence[str], all_fqns: Container[str]) -> dict[str, list[str]]:
-    """Returns the names under which the scales of quantized weights, and packed numbers, are stored, by those of the
-    weights.
+    """Returns, by the stored FQN of each quantized weight, the stored FQNs of its scales and packed numbers. Other
+    tensors are left out.
     """
     stored = list({manifest.aliases.get(fqn, fqn) for fqn in fqns})
     weights = (StoredTensor(fqn, *each) for fqn, each in zip(stored, manifest.describe_each(stored), strict=True))
@@ -282,7 +281,7 @@ def optimizers_in(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_plain_data(tree: Any) -> bool:
-    """Returns True if a tree is more than containers of tensors."""
+    """Returns True if any leaf of a tree is no tensor."""
     if isinstance(tree, dict):
         return any(map(has_plain_data, tree.values()))
     return any(map(has_plain_data, tree)) if type(tree) in (list, tuple) else not isinstance(tree, TensorRef)

@@ -71,15 +71,15 @@ def piece_of(item: Part | Frame) -> ByteRange:
 
 
 def item_bytes_of(part: BoxPart) -> int:
-    """Returns the bytes of an element. The chunk of the part is not compressed."""
+    """Returns the number of bytes of an element of the part, whose chunk is not compressed."""
     return part.chunk.byte_length // part.chunk.region.numel
 
 
 def boxes_in_run(
     want: int, chunk: Chunk, wanted: Region, elements: range, *, byte_offset: int, item_bytes: int
 ) -> Iterator[BoxPart]:
-    """Yields the boxes of the region `wanted` that lie in a run of a chunk's elements; a run is a few boxes. The
-    chunk's first element is at `byte_offset`.
+    """Yields, as a few boxes, the elements of the region `wanted` that a chunk has at the row-major indices `elements`.
+    `want` is the number of the want; the chunk's first element is at `byte_offset`.
     """
     for box in split_flat_range(chunk.region.lengths, elements.start, len(elements)):
         region = intersect(shifted(box, chunk.region.offsets), wanted)

@@ -27,7 +27,9 @@ class ExtentIndex:
         self._bounds = [0, *accumulate(file.extent_lengths)] if verify and file.extent_lengths else None
 
     def widen(self, start: int, end: int) -> tuple[int, int]:
-        """Returns the smallest run of whole extents that contains the range."""
+        """Returns the bounds, in bytes, of the smallest run of whole extents that contains the range; an empty range as
+        it is.
+        """
         if self._bounds is None or start == end:
             return start, end
         return self._bounds[bisect_right(self._bounds, start) - 1], self._bounds[bisect_left(self._bounds, end)]
@@ -42,7 +44,9 @@ class ExtentIndex:
         return np.where(is_empty, starts, firsts), np.where(is_empty, ends, lasts)
 
     def shrink(self, start: int, end: int) -> tuple[int, int]:
-        """Returns the largest run of whole extents inside the range; empty if there is none."""
+        """Returns the bounds, in bytes, of the largest run of whole extents inside the range; (start, start) if there
+        is none.
+        """
         if self._bounds is None:
             return start, end
         first = self._bounds[bisect_left(self._bounds, start)]

@@ -42,9 +42,8 @@ def is_small(byte_length: int) -> bool:
 
 
 def assign_writers(replicas: Sequence[Replica], loads: list[int]) -> Iterator[tuple[Replica, Region, int]]:
-    """Yields each replica of one set of holders, or its parts, with the position of the writer among the holders.
-
-    Adds to `loads`, the bytes that each holder writes.
+    """Yields each replica of one set of holders with its region, or a part of that, and the position of the writer
+    among the holders. Adds to `loads`, the bytes that each holder writes, while it yields.
     """
     level = fill_level(loads, sum(replica.byte_length for replica in replicas))
     small = [replica for replica in replicas if is_small(replica.byte_length)]
@@ -87,7 +86,7 @@ def _assign_large(replicas: Sequence[Replica], loads: list[int], level: int) -> 
 
 
 def fill_level(loads: Iterable[int], num_bytes: int) -> int:
-    """Returns the load of the ranks that get any of `num_bytes` more, if the least loaded get them first."""
+    """Returns the load, rounded up, that the least loaded ranks reach if `num_bytes` more are filled in from below."""
     filled = accumulate(sorted(loads))
     return min(-(-(num_bytes + of_first) // count) for count, of_first in enumerate(filled, start=1))
 

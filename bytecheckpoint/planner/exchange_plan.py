@@ -132,7 +132,7 @@ def _numbers_in(bits: int) -> Iterator[int]:
 
 
 def can_share(fetch: Fetch, extents: Extents) -> bool:
-    """Returns True if the fetch can be cut at every end of an extent: no element of a box lies across one."""
+    """Returns True if the fetch can be cut at every end of an extent: no element of its boxes lies across an end."""
     bounds = extents.bounds(fetch.file)
     for part in fetch.parts:
         if isinstance(part, BoxPart):

@@ -171,8 +171,8 @@ def _choose_parts(counts: Mapping[int, int], *, longest: int, in_large_bytes: in
 
 
 def _power_of_two(num_bytes: int, max_bytes: int) -> int:
-    """Returns the least power of two that cuts so many bytes into equal parts of at most `max_bytes`: if the number of
-    ranks doubles, shards end where parts do.
+    """Returns the number of equal parts of which none is longer than `max_bytes`: the least such power of two, so that
+    shards still end where parts do if the number of ranks doubles.
     """
     num_parts = 1
     while num_parts * max_bytes < num_bytes:

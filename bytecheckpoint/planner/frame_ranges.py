@@ -15,7 +15,8 @@ from bytecheckpoint.region import Region, flat_span, is_contiguous_in
 def frame_parts(
     want: int, chunk: Chunk, common: Region, *, flat_target: Region | None, item_bytes: int
 ) -> Iterator[tuple[int, Part]]:
-    """Yields the region `common` of a compressed chunk in parts that lie in one frame each, after the frame's number.
+    """Cuts the region `common` of a compressed chunk into parts that lie in one frame each; yields for each part the
+    number of the frame, and the part.
 
     Byte offsets of the parts count from the frame's first raw byte. `flat_target` is the region whose memory takes raw
     bytes, which contains `common`; None if elements have to be placed one by one.

@@ -105,8 +105,8 @@ def _order(offsets: Int64s, is_filled: NDArray[np.bool_], shapes: Int64s) -> NDA
 
 
 def _are_parts(boxes: Int64s, num_filled: Int64s, num_replicas: Int64s, shapes: Int64s) -> NDArray[np.bool_]:
-    """Returns True for each tensor whose first `num_filled` boxes are parts of a grid (see region.py), each given
-    `num_replicas` times. The caller checks that no part of the grid is missing.
+    """Returns a flag for each tensor, True if its first `num_filled` boxes are parts of a grid (see region.py), each
+    given `num_replicas` times. The caller checks that no part of the grid is missing.
     """
     parts = np.maximum(boxes[:, 0, 1], 1)  # where all are empty nothing must be divided by 0
     counts = -(-shapes // parts)

@@ -71,7 +71,7 @@ class _FileParts(NamedTuple):
 
     @classmethod
     def of(cls, rows: np.ndarray) -> _FileParts:
-        """`rows` has a row for each of these parts, with the fields of a FlatPart."""
+        """Returns the parts of a file of which so far only `rows` are known: a row a part, with a FlatPart's fields."""
         return cls(FlatParts(rows), [], {})
 
     @property
@@ -292,7 +292,7 @@ def _refuse_shared_bytes(
 
 
 def _find_overlaps(manifest: Manifest, wants: Sequence[Want]) -> list[str]:
-    """Describes overlaps between chunks of one tensor: it is unknown which of them is right."""
+    """Returns a line for each wanted tensor of which two chunks overlap: it is unknown which of them is right."""
     faults = {fqn: manifest.table.find_fault(fqn) for fqn in dict.fromkeys(want.fqn for want in wants)}
     overlaps = {fqn: fault.overlap if fault else None for fqn, fault in faults.items()}
     return [

@@ -52,7 +52,7 @@ class Hosts:
 
 
 class ReadPath(NamedTuple):
-    """The way of a reader rank's runs to one host: to its relay, from whose memory the takers there have them."""
+    """The way of a reader rank's runs to one host: its relay receives them, and the takers copy them from there."""
 
     reader: int
     relay: int
@@ -197,7 +197,7 @@ class _Division:
 
     def parts_of(self, ranks: Sequence[int]) -> Iterator[Sequence[int]]:
         """Divides the ranks into parts that share reading. A part has all of the ranks on a few hosts; hosts that
-        exchange bytes already are put together where possible.
+        exchange bytes already are put together where possible. Notes which hosts exchange bytes from now on.
         """
         by_host: dict[int, list[int]] = {}
         for rank in ranks:
@@ -216,7 +216,9 @@ class _Division:
             yield sorted(rank for host in part for rank in by_host[host])
 
     def _can_join(self, host: int, part: Sequence[int]) -> bool:
-        """Returns True if `host` can join `part`, and none exchanges bytes with more than HOSTS_TOGETHER - 1 others."""
+        """Returns True if no host would exchange bytes with more than HOSTS_TOGETHER - 1 others if `host` joined
+        `part`, a list of hosts.
+        """
         known = self._partners
         joined = [len(known[other] | {host, *part} - {other}) < HOSTS_TOGETHER for other in part]
         return all(joined) and len(known[host] | {*part}) < HOSTS_TOGETHER

@@ -95,7 +95,9 @@ class RecoveryPlan(NamedTuple):
 
 
 def plan_recovery(parts_by_rank: Sequence[Sequence[StagedPart]], targets: Mapping[str, TargetFolder]) -> RecoveryPlan:
-    """Plans from the parts that each rank sees, and the folders, by path, that their saves go to."""
+    """Plans a recovery from the parts that each rank sees. `targets` has, by its name inside the store, each folder
+    that a save of these parts goes to.
+    """
     tasks: list[list[RecoveryTask]] = [[] for _ in parts_by_rank]
     loads = [0] * len(parts_by_rank)
     verdicts: list[RecoveryVerdict] = []

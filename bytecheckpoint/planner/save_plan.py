@@ -172,7 +172,7 @@ class _Planner:
             self._add_replicated(grids, tensor)
 
     def _add_replicated(self, grids: GridShards, tensor: int) -> None:
-        """Adds all parts of one tensor of the grids. Every part is held by several ranks."""
+        """Adds all parts of the tensor with this number in the grids, each of which several ranks hold."""
         fqn, num_replicas = grids.fqns[tensor], int(grids.num_replicas[tensor])
         ((table, item),) = self._tensors[fqn].sources
         end = int(grids.num_parts[tensor]) * num_replicas

@@ -93,7 +93,7 @@ def collect_items(
 
 
 def disagreement(conflicts: Mapping[str, tuple[str, tuple[int, ...]]]) -> CheckpointMismatchError:
-    """Returns the error for these FQNs, with one line and the ranks concerned for each."""
+    """Returns the error for these FQNs. `conflicts` has for each its line of text and the global ranks concerned."""
     return CheckpointMismatchError(
         f"ranks disagree about {len(conflicts)} tensors; nothing was written. Give each its own FQN, or the same "
         "global shape and dtype on every rank, tied to the same, and save again:\n"
@@ -104,7 +104,7 @@ def disagreement(conflicts: Mapping[str, tuple[str, tuple[int, ...]]]) -> Checkp
 
 
 def first_lines(lines: Sequence[str]) -> str:
-    """Returns the first of these lines, indented, and the number of the others."""
+    """Returns as text the first ten of these lines, indented, and how many follow."""
     return "  " + and_more(lines, _NUM_SHOWN, "\n  ")
 
 

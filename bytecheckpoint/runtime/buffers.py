@@ -36,7 +36,7 @@ def advise(memory: mmap.mmap, *, large_pages: bool) -> None:
 
 
 def map_block(num_bytes: int) -> memoryview:
-    """Returns memory aligned to pages, so that it can be written past the page cache."""
+    """Returns new memory aligned to pages, so that it can be written past the page cache."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advise(memory, large_pages=True)
     return memoryview(memory)
@@ -82,7 +82,7 @@ class BufferPool:
 
     @contextmanager
     def lend(self) -> Iterator[memoryview]:
-        """Gives a block for as long as the context lasts; waits until one is free."""
+        """Takes a block, as `take` does, and gives it back when the context ends."""
         block = self.take()
         try:
             yield block
@@ -109,7 +109,7 @@ class BufferPool:
         return returned.block
 
     def give(self, block: memoryview) -> None:
-        """Gives a block back to the pool, where it is free once the events of `mark` are done."""
+        """Gives a block back to the pool, without waiting; it is free once the events of `mark` are done."""
         events: list[CopyEvent] = []
         try:
             if self._mark is not None:

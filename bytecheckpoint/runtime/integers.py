@@ -8,7 +8,7 @@ from typing import SupportsIndex, cast
 
 
 def integer_of(value: object) -> int | None:
-    """Returns an integer, also one of numpy or a tensor of one, as a plain int; None for a bool and any other value."""
+    """Returns an integer of Python, numpy or a one-element tensor as an int; None for a bool and any other value."""
     if not isinstance(value, bool) and str(getattr(value, "dtype", "")) != "torch.bool":
         with suppress(TypeError, RuntimeError):  # of arrays, which all have __index__; RuntimeError is of meta tensors
             return index(cast("SupportsIndex", value))

@@ -15,7 +15,7 @@ _MAX_TEXT = 200
 
 
 def rows_html(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], num_rows: int) -> str:
-    """Returns a table of the first of these `num_rows` rows, and how many are left out."""
+    """Returns HTML: a title, a table of the first 50 of these `num_rows` rows, and how many are left out."""
     shown = list(islice(rows, _MAX_ROWS))
     titles = "".join(f"<th>{escape(name)}</th>" for name in head)
     cells = ["".join(f"<td>{escape(shortened(text))}</td>" for text in row) for row in shown]
@@ -26,7 +26,7 @@ def rows_html(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], nu
 
 
 def facts_html(title: str, facts: Mapping[str, object]) -> str:
-    """Returns a table of names and values, without those that say nothing: None and empty ones."""
+    """Returns HTML: a title, and a table of names and values without values that are None or empty."""
     rows = [
         (name, value_text(value))
         for name, value in facts.items()

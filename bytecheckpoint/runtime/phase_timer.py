@@ -30,7 +30,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures what it surrounds, also if that fails."""
+        """Adds the time of what it surrounds to a phase, and its span, also if that fails."""
         start = self.total
         try:
             yield

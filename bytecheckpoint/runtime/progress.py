@@ -75,7 +75,7 @@ class ProgressMeter:
             return replace(self._now, seconds=seconds)
 
     def begin(self, phase: str, bytes_total: int = 0) -> None:
-        """Begins a phase, unless this one or a later one has begun."""
+        """Begins a phase and reports it; does nothing if this one or a later one has begun."""
         with self._state:
             if self._now.is_finished or _ORDER.index(phase) <= _ORDER.index(self._now.phase):
                 return
@@ -88,7 +88,7 @@ class ProgressMeter:
         self._report(is_due=True)
 
     def expect(self, phase: str, num_bytes: int) -> None:
-        """Begins a phase of so many bytes or, if it is under way, adds them to its bytes."""
+        """Begins a phase of so many bytes, as `begin` does; if it is under way, adds them to its `bytes_total`."""
         with self._state:
             is_under_way = self._now.phase == phase
             if is_under_way:
@@ -98,7 +98,7 @@ class ProgressMeter:
 
     @contextmanager
     def reports_failure(self) -> Iterator[None]:
-        """Surrounds a part of the save or load, and reports `failed` if that fails."""
+        """Surrounds a part of the save or load; if that raises, begins the phase `failed`, and raises the error."""
         try:
             yield
         except BaseException:
@@ -107,13 +107,13 @@ class ProgressMeter:
 
     @contextmanager
     def until_end(self) -> Iterator[None]:
-        """Surrounds all of the save or load, and reports `done` or `failed`."""
+        """Surrounds the rest of the save or load, and begins the phase `done` or `failed` at its end."""
         with self.reports_failure():
             yield
         self.begin("done")
 
     def add(self, num_bytes: int) -> None:
-        """Counts bytes of the phase that is under way."""
+        """Counts bytes of the phase that is under way, and reports them unless there was a report just now."""
         with self._state:
             self._now = replace(self._now, bytes_done=self._now.bytes_done + num_bytes)
         self._report(is_due=False)

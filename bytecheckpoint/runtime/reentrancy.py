@@ -28,7 +28,7 @@ class AwaitedThreads:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Notes this thread as awaited until the context ends, which may be on another thread, or until `leave`."""
+        """Notes this thread as awaited until `leave`, or until the context ends, which may be on another thread."""
         if not self._is_registered:  # here, because an import registers nothing
             self._is_registered = True
             os.register_at_fork(after_in_child=self._forget)
@@ -40,7 +40,7 @@ class AwaitedThreads:
             self._threads.pop(entry, None)
 
     def leave(self) -> None:
-        """Notes that this thread is awaited no longer."""
+        """Notes that no save waits for this thread any longer, whatever contexts of `here` it is in."""
         for entry, thread in list(self._threads.items()):
             if thread == threading.get_ident():
                 self._threads.pop(entry, None)

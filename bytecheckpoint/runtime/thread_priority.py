@@ -30,8 +30,9 @@ def priority() -> Priority:
 
 
 def lower_priority() -> None:
-    """Gives this thread, from here on, a smaller share of a core that training also wants. Nor does it then preempt
-    training when it is woken: a thread of training that only sends it a message would otherwise wait for it.
+    """Gives this thread, on Linux and from here on, a smaller share of a core that training also wants. Nor does it
+    then preempt training when it is woken: a thread of training that only sends it a message would otherwise wait for
+    it.
     """
     if sys.platform != "linux":
         return

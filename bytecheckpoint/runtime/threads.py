@@ -166,8 +166,8 @@ class ThreadPool:
         os.register_at_fork(after_in_child=self._forget)
 
     def begin(self, name: str, do: Callable[[], object]) -> None:
-        """Calls `do` on an idle thread, or on a new one if none is idle, with the priority that the caller has now. An
-        exception goes to threading.excepthook.
+        """Calls `do` on an idle thread, or on a new one if none is idle, with the priority that the caller has now.
+        Does not wait for it; an exception of it goes to threading.excepthook.
 
         Raises RuntimeError, with nothing done, if there can be no more threads, or the interpreter is exiting.
         """
@@ -233,11 +233,11 @@ class ThreadPool:
 
 @cache
 def shared_threads() -> ThreadPool:
-    """Returns the threads of the process for work whose caller waits for it."""
+    """Returns the pool of the process for work whose caller waits for it: the interpreter does not, when it exits."""
     return ThreadPool(is_awaited=False)
 
 
 @cache
 def background_threads() -> ThreadPool:
-    """Returns the threads of the process for work that has to end before the interpreter does."""
+    """Returns the pool of the process for work that the interpreter waits for when it exits."""
     return ThreadPool(is_awaited=True)

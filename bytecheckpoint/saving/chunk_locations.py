@@ -81,7 +81,7 @@ class ChunkLocations:
         return column
 
     def is_written(self, rank: int) -> NDArray[np.bool_]:
-        """Returns True for each slot of a rank that the rank reports as written."""
+        """Returns a flag for each slot of a rank, True if the rank reports it as written."""
         is_written: NDArray[np.bool_] = self._files[self._slots(rank)] != _NOT_WRITTEN
         return is_written
 

@@ -66,7 +66,7 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
     files = SaveFiles(target, agreed.save_id, ranks.rank, agreed.rank_plan.files, prepared.extent_digests)
     # Other ranks get the error first: files are deleted after `together` has ended.
     doing = f"writing {target.path}"
-    with ExitStack() as undo, together(ranks, doing, about=about), telling_of_another_owner(target):
+    with ExitStack() as undo, together(ranks, doing, about=about), raising_superseded(target):
         undo.callback(discard, files)
         with timer.phase("write"), closing(prepared.snapshot):
             reuse = find_reusable(prepared)
@@ -95,9 +95,10 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
 
 
 @contextmanager
-def telling_of_another_owner(target: SaveTarget) -> Iterator[None]:
-    """Surrounds work on the files of a save. Where it fails, though no rank is missing, and another owner has claimed
-    the root, raises CheckpointSaveError (superseded) instead: that owner clears away what this save writes.
+def raising_superseded(target: SaveTarget) -> Iterator[None]:
+    """Surrounds work on the files of a save. If that fails, though no rank is missing, and another owner has claimed
+    the root, raises CheckpointSaveError (superseded) instead, on the coordinator: that owner deletes what this save
+    writes.
     """
     try:
         yield
@@ -111,7 +112,7 @@ def telling_of_another_owner(target: SaveTarget) -> Iterator[None]:
 
 
 def remember_files(prepared: PreparedSave, files: SaveFiles, written: Sequence[DataFile]) -> None:
-    """Keeps what later saves may reuse of this rank's files in a checkpoint that was just committed."""
+    """Keeps the records of this rank's files in a checkpoint that was just committed, if later saves may reuse them."""
     if prepared.reuse is not None:
         reusable = tuple(file for file in written if file.content_digest)
         newest = ReusableFiles(files.save_id, files.target.folder, reusable)
@@ -134,7 +135,8 @@ def warn_of_slow_phases(prepared: PreparedSave, reports: Sequence[TimedReport], 
 
 def commit_together(call: SaveCall, files: SaveFiles, content: bytes, info: bytes) -> CheckpointInfo:
     """Commits a save whose files every rank has reported: the coordinator creates the manifest of the bytes `content`
-    and sends `info` to all ranks, each of which returns it with its own seconds. Ignores both on the other ranks.
+    and sends `info` to all ranks, each of which returns it with its own seconds. Ignores both on the other ranks. Then
+    the coordinator deletes the files of a replaced checkpoint, and garbage.
     """
     ranks, about, timer = call
     target, is_coordinator = files.target, ranks.rank == COORDINATOR
@@ -177,7 +179,7 @@ def _create_manifest(call: SaveCall, files: SaveFiles, content: bytes, undo: Exi
     store, folder = files.target.store, files.target.folder
     with ExitStack() as refused:
         refused.callback(undo.callback, discard, files)
-        with telling_of_another_owner(files.target):
+        with raising_superseded(files.target):
             if call.timer.age_s > _HELD_UP_S:
                 _refuse_if_collected(call, files, content)
             if call.ranks.num_ranks > 1 and not is_remote(store):

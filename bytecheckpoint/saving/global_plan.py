@@ -140,7 +140,8 @@ def make_local_plan(
 
 
 def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
-    """Returns this rank's part of the global plan, made now or cached by all ranks. A new plan goes into the cache.
+    """Returns this rank's part of the global plan, made now or cached by all ranks. A new plan goes into the cache, and
+    the coordinator warns of small replicas that differ in it.
 
     Raises CheckpointMismatchError (conflict, coverage) if the local plans contradict one another, and
     CheckpointSaveError (unsupported_value) if the state has no entry on any rank.
@@ -167,6 +168,7 @@ def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
     if cached is None or is_new:
         rank_plan = _rank_plan(reply, local_plan, in_pipeline_stages, ranks.num_ranks)
         rank_plan.global_plan, rank_plan.known_plain = planner.plan, planner.known_plain
+        rank_plan.writers = planner.writers
         local_plan.plans.add(local_plan.fingerprint, rank_plan)
         if ranks.rank == COORDINATOR:
             warn_of_differing(rank_plan.differing_replicas)
@@ -220,7 +222,9 @@ def _whole_message(local_plan: LocalSavePlan, ranks: Ranks, digested: Sequence[s
 
 
 class _GlobalPlanner:
-    """The coordinator's side of the exchange: one reply for each local plan. Stays empty on the other ranks."""
+    """Exchanges the messages of planning. On the coordinator it makes one reply for each rank and fills the public
+    fields, which stay empty on the other ranks.
+    """
 
     def __init__(self, ranks: Ranks, local_plan: LocalSavePlan) -> None:
         self._ranks = ranks
@@ -233,6 +237,7 @@ class _GlobalPlanner:
         self.objects: Mapping[str, bytes] = {}
         self.rank_objects: Mapping[str, Mapping[int, bytes]] = {}
         self.known_plain: Mapping[bytes, bytes] = {}
+        self.writers: Mapping[str, int] = {}
         self._in_pipeline_stages: list[str] = []
         """FQNs that pipeline stages share, for which digests were requested."""
 
@@ -259,6 +264,7 @@ class _GlobalPlanner:
             cached.known_plain = self.known_plain
             self.objects, self.rank_objects = merge_plain(plain, global_ranks)
             check_pipeline_stages(cached.in_pipeline_stages, stages, global_ranks)
+            refuse_tensors(plain, cached.writers, global_ranks)
             replies = [PlanReply(save_id, is_cached=True, has_locations=cached.written is not None)]
         elif any(message.plan_id for message in messages):
             replies = [_SEND_ALL]
@@ -275,8 +281,8 @@ class _GlobalPlanner:
                 global_ranks=global_ranks,
                 mirroring=mirroring_of(messages, self._copies, self._max_file_bytes),
             )
-            writers = {tensor.fqn: int(tensor.ranks[0]) for tensor in self.plan.tensors if len(tensor.ranks)}
-            refuse_tensors(plain, writers, global_ranks)
+            self.writers = {tensor.fqn: int(tensor.ranks[0]) for tensor in self.plan.tensors if len(tensor.ranks)}
+            refuse_tensors(plain, self.writers, global_ranks)
             replies = new_replies(save_id, self.plan)
         encoded = [msgspec.msgpack.encode(reply) for reply in replies]
         return encoded if len(encoded) == len(payloads) else encoded * len(payloads)

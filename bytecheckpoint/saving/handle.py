@@ -178,7 +178,7 @@ class SaveProgress:
         self._on_seen = do
 
     def mark_seen(self) -> None:
-        """Records that the caller has the outcome."""
+        """Records that the caller has the outcome, and calls the function of `when_seen`."""
         self.was_seen = True
         self._on_seen()
 
@@ -191,7 +191,7 @@ class SaveProgress:
             self.mark_seen()
 
     def take_unseen_error(self) -> BaseException | None:
-        """Returns the error of a failed save if the caller does not have it yet; from now on it does."""
+        """Returns the error of a failed save if the caller does not have it yet, else None, and marks it as seen."""
         error = None if self.was_seen else self.error
         if error is not None:
             self.mark_seen()
@@ -211,7 +211,9 @@ class SaveProgress:
         self.held[level].set_exception(error)
 
     def never_reach(self, level: Literal["host", "storage"], why: str) -> None:
-        """Makes waits for a level raise CheckpointMismatchError with this reason."""
+        """Makes all waits for a level raise CheckpointMismatchError with this reason; for `storage`, those under way
+        raise it when the save ends.
+        """
         self.never_held[level] = why
         if level == "host" and not self.held[level].done():
             self.held[level].set_exception(CheckpointMismatchError(why, kind="conflict", path=self.path))
@@ -267,27 +269,31 @@ class SaveProgress:
                     raise
         self._is_staged.wait()
 
-    def stage(self, snapshot: Snapshot) -> None:
-        """Stages the snapshot; the training state may change then. Keeps an error for the writer, which raises it on
-        all ranks. Raises an interrupt such as Ctrl-C, or the refusal to wait in a signal handler, here as well.
+    def stage(self, snapshot: Snapshot) -> bool:
+        """Stages the snapshot, ends the waits for that, and returns True. Returns False if staging fails: the writer
+        gets the error and raises it on all ranks, and the waits end with the save. Raises an interrupt such as Ctrl-C,
+        or the refusal to wait in a signal handler, here as well.
         """
         try:
             snapshot.stage()
         except BaseException as error:
             if isinstance(error, Exception) and not is_refusal(error):
                 snapshot.fail(error)
-                return
+                return False
             self.was_seen = True  # the caller gets it here and now
             message = f"staging was interrupted by {type(error).__name__}; nothing was committed"
             snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
             raise
         else:
             self._is_staged.set()
+            return True
         finally:
             self._shared = None
 
     def run(self, finish: Callable[[], CheckpointInfo], slot: ExitStack) -> None:
-        """Runs the rest of the save, closes its slot and keeps its outcome. `SaveHandle.result` raises its error."""
+        """Runs `finish`, closes `slot`, and then ends all waits for the save. Raises no error of `finish`, not even an
+        interrupt: `SaveHandle.result` does.
+        """
         info = None
         try:
             info = finish()

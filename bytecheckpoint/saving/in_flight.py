@@ -102,8 +102,8 @@ class SavesInFlight:
             slot.upload.close()
 
     def begin_upload(self, slot: StagingSlot) -> None:
-        """Waits for the upload of an earlier save, then lets the next save begin. The upload counts as under way until
-        the save of this slot is over.
+        """Waits for the upload of an earlier save, then ends the slot: the next save may begin, while this one counts
+        as uploading until it is over. Does nothing if the slot has ended, as in a synchronous save.
         """
         # A synchronous save has ended its slot long ago, and blocks its caller: no other save comes in between.
         if not slot.has_ended:
@@ -137,9 +137,9 @@ class SavesInFlight:
         *,
         give_up: Callable[[], object],
     ) -> bool:
-        """Finishes a save on a thread of its own, which takes over the slot. Returns False if there can be no thread:
-        then the caller finishes the save itself. In that case, and if the caller is interrupted before the thread has
-        begun, calls `give_up`, which drops the snapshot that was made for the thread; the slot stays with the caller.
+        """Begins a thread that finishes a save and takes over the slot. Returns False if there can be no thread: then
+        the caller finishes the save itself. In that case, and if the caller is interrupted before the thread has begun,
+        calls `give_up`, which drops the snapshot that was made for the thread; the slot stays with the caller.
         """
         self._watch(progress)
         claim = threading.Lock()
@@ -166,10 +166,10 @@ class SavesInFlight:
         return False
 
     def run_in_background(self, prepared: PreparedSave, finish: Callable[[], CheckpointInfo], slot: ExitStack) -> bool:
-        """Stages a save, and finishes it on a thread that takes over the slot. Returns when the state may change; for a
-        lazy snapshot at once, because steps of optimizers wait for it.
+        """Stages a save, and begins a thread that finishes it and takes over the slot. Returns True when the state may
+        change; for a lazy snapshot at once, because steps of optimizers wait for it.
 
-        Returns False if there can be no more threads: then the caller must run `finish`, which writes live memory.
+        Returns False if there can be no more threads: then the caller must run `finish`; see `prepare_without_thread`.
         """
         snapshot = prepared.snapshot
         if prepared.is_lazy:
@@ -191,8 +191,8 @@ class SavesInFlight:
         return False
 
     def _stage_and_finish(self, prepared: PreparedSave, finish: Callable[[], CheckpointInfo]) -> CheckpointInfo:
-        """Stages on another thread, begun here because beginning it may block, or on this one if there can be no other;
-        finishes the save on this thread.
+        """Begins a thread that stages, here because beginning it may block, or stages on this one if there can be no
+        other; meanwhile or afterwards finishes the save on this thread.
         """
         try:
             if not self.begin_thread("bcp-stage", prepared.stage):
@@ -218,8 +218,8 @@ class SavesInFlight:
             raise error
 
     def begin_thread(self, name: str, do: Callable[[], None]) -> bool:
-        """Runs `do` on a thread of low priority, which the interpreter waits for. Returns False, with nothing done, if
-        the process can have no more threads or the interpreter is exiting.
+        """Begins a thread of low priority that runs `do`, and for which the interpreter waits at its exit. Returns
+        False, with nothing done, if the process can have no more threads or the interpreter is exiting.
         """
 
         def run() -> None:
@@ -253,13 +253,13 @@ class SavesInFlight:
                 progress.is_numbered.wait()
 
     def wait_until_staged(self) -> None:
-        """Returns when no save in flight needs the state. Raises CheckpointSaveError if one waits for this thread."""
+        """Waits until no save in flight needs the state; stages parts of lazy ones. Raises on an awaited thread."""
         for progress in self._all:
             progress.wait_until_staged()
 
     def wait_until_ended(self) -> None:
-        """Waits for the saves in flight. Raises CheckpointSaveError if one of them waits for this thread, but no error
-        of a save.
+        """Waits for the end of the saves in flight. Raises CheckpointSaveError if one of them waits for this thread,
+        but no error of a save.
         """
         for progress in self._all:
             if not progress.outcome.done():
@@ -334,7 +334,7 @@ class ProcessState:
     def check_writable(self, store: Store, ranks: Ranks) -> None:
         """Raises the error that a write to the store would raise, so that a save fails before anything is staged.
 
-        Only the coordinator checks, only a store that is no local folder, and each store once in its process.
+        Only the coordinator checks, only a store that is no local folder, and each until it was once found writable.
         """
         place = full_location(store, "")
         if ranks.rank == COORDINATOR and isinstance(store, RemoteStore) and place not in self._writable:
@@ -342,7 +342,7 @@ class ProcessState:
             self._writable.add(place)
 
     def reset_in_child(self) -> None:
-        """Forgets, in a forked child, the saves of the parent, whose threads it does not have, and the memory."""
+        """Forgets, in a forked child, all that the parent kept. Waits for the parent's saves raise an error here."""
         for progress in self.saves._all:
             progress.leave_to_parent()
         self.saves.reset()
@@ -373,7 +373,7 @@ def wait_until_numbered() -> None:
 
 
 def wait_until_staged() -> None:
-    """Returns when no save in flight needs the state. Raises CheckpointSaveError if one waits for this thread."""
+    """Waits until no save in flight needs the state. Helps and raises like the method of SavesInFlight."""
     for state in _STATE.values():
         state.saves.wait_until_staged()
 

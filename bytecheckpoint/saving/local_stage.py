@@ -98,7 +98,7 @@ class LocalStage:
         return write_image(store, path, image, on_checksum)
 
     def leave_out(self, name: str) -> None:
-        """Records that a file is at the path already."""
+        """Records that a file is at the path already, so that `upload` does not copy it."""
         self._reused.append(name)
 
     def _has_room(self, num_bytes: int) -> bool:
@@ -118,7 +118,7 @@ class LocalStage:
             )
 
     def complete(self, files: Sequence[DataFile]) -> None:
-        """Records that all files of this rank are durable, here or at the path."""
+        """Records in the journal that all files of this rank are durable, here or at the path."""
         self.files = files
         if self._folder is not None and self._journal is not None:
             self._journal = msgspec.structs.replace(self._journal, files=list(files), direct=self._at_path())

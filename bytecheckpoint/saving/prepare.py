@@ -65,8 +65,9 @@ def new_snapshot(
     staging_bytes: int | None,
     memory: MemoryPart | None = None,
 ) -> Snapshot:
-    """Returns the snapshot of these files, for which nothing is copied yet, in a slot of `memory` if that is given. The
-    state may change after its `stage()`; with the kind `none`, only after everything is written.
+    """Returns a snapshot of these files that has copied nothing yet. It stages into a slot of `memory` if that is
+    given, else in waves if the files are larger than `staging_bytes`. The state may change after its `stage()`; with
+    the kind `none`, only after everything is written.
 
     Raises the errors of `MemoryPart.take`.
     """
@@ -92,8 +93,8 @@ def allocate(
     staging_bytes: int | None,
     memory_part: MemoryPart | None = None,
 ) -> None:
-    """Allocates the memory that a snapshot of these files will take: both slots of `memory_part`, or without it staging
-    memory, which is pinned for the devices of the shards. Raises the errors of `JobMemory.reserve`.
+    """Allocates the memory that a snapshot of these files will take: both slots of `memory_part`, or without it at most
+    `staging_bytes`, pinned for the devices of the shards. Raises the errors of `JobMemory.reserve`.
     """
     if memory_part is not None:
         lengths = [file.byte_length for file in planned]
@@ -106,7 +107,7 @@ def allocate(
 
 
 def devices_of(shards: ShardBlocks) -> set[torch.device]:
-    """Returns the devices of these shards, without the host. Shards in columns are all on the host."""
+    """Returns the devices of these shards except the CPU. Shards in columns are all on the CPU."""
     return {shard.tensor.device for shard in shards.records() if not shard.tensor.is_cpu}
 
 
@@ -172,16 +173,15 @@ class PreparedSave:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The snapshot. Raises RuntimeError if it waits for the agreement of the ranks: see `take_snapshot`."""
+        """The snapshot. Raises RuntimeError if neither `take_snapshot` nor `agree` has made it yet."""
         if self._snapshot is None:
             raise RuntimeError("there is no snapshot before the ranks have agreed")
         return self._snapshot
 
     def take_snapshot(self, entries: Sequence[Entry]) -> None:
-        """Makes the snapshot, which `stage` fills, and agrees with all ranks unless that can be done in the background.
-
-        With a cached plan, makes the snapshot before the agreement: afterwards this would have to wait for a core on
-        which another rank trains already.
+        """Makes the snapshot, which `stage` fills, and agrees with all ranks. With a cached plan, the snapshot is made
+        first, because after the agreement it would wait for a core on which another rank trains already; if that
+        snapshot is lazy and not in waves, the agreement is left to the background.
         """
         with self.call.phase("stage"):
             if self.is_lazy:
@@ -198,7 +198,9 @@ class PreparedSave:
             self.agree()
 
     def agree(self) -> AgreedPlan:
-        """Agrees with all ranks on the plan, once, and makes the snapshot follow that plan."""
+        """Agrees with all ranks on the plan, in the first call only, and makes the snapshot if there is none, or only
+        one of another plan. Returns what they agreed on.
+        """
         if self._agreed is None:
             try:
                 self._agreed = self._agree()
@@ -250,11 +252,11 @@ class PreparedSave:
         )
 
     def stage(self) -> None:
-        """Stages the snapshot. From then on the training state may change."""
+        """Stages the snapshot as `SaveProgress.stage` does; the coordinator logs that."""
         self.meter.begin("stage")
         with self.call.timer.phase("stage"):
-            self.progress.stage(self.snapshot)
-        if self.call.ranks.rank == COORDINATOR:
+            is_staged = self.progress.stage(self.snapshot)
+        if is_staged and self.call.ranks.rank == COORDINATOR:
             logger.info("staged %s in %.2f s", self.target.path, self.call.timer.total)
 
     def interrupt(self, error: BaseException) -> None:
@@ -263,9 +265,9 @@ class PreparedSave:
         self.snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
 
     def prepare_without_thread(self) -> None:
-        """Prepares for a `finish` that the caller runs next on this thread, because no other thread can begin: it will
-        write live memory. The snapshot must be closed. A save with a memory tier agrees with all ranks and stages now
-        instead.
+        """Drops the snapshot, which must be closed, because no other thread can begin and the caller runs `finish` next
+        on this one: `agree` then makes a snapshot that reads live memory. With a memory tier, agrees with all ranks and
+        stages a new copy now instead.
         """
         self._snapshot = None
         if self.memory is None:
@@ -275,16 +277,16 @@ class PreparedSave:
         self.stage()
 
     def close(self) -> None:
-        """Drops the references to the training state, because the error of a failed save keeps frames that refer to
-        this object.
+        """Drops the shards of the local plan, and with them its references to the training state: the error of a failed
+        save keeps frames that refer to this object.
         """
         self._local_plan = self._local_plan._replace(shards=ShardBlocks([]))
 
 
 def _held_shards(entries: Sequence[Entry], shards: ShardBlocks) -> ShardBlocks:
     """Returns the shards for a lazy snapshot. Buffers of modules, tensors of data loaders, and tensors that share
-    memory with one, are copied, because training changes them without waiting. All others keep the memory that they
-    have now, even if their tensors are given other memory meanwhile.
+    memory with one of these, are copied, because training changes them without waiting; in blocks of columns, in place.
+    All others keep the memory that they have now, even if their tensors are given other memory meanwhile.
 
     Raises CheckpointSaveError (unsupported_value) if an optimizer of the state would not wait for the snapshot.
     """

@@ -127,7 +127,7 @@ class _RecoveryAssignment(msgspec.Struct, frozen=True, array_like=True):
 
 def _exchange_plans(ranks: Ranks, store: Store, stage: str) -> _RecoveryAssignment:
     """Returns this rank's part of the recovery plan. The coordinator makes the plan from the folders that all ranks
-    see.
+    see, and writes a mark for each save to be committed: see `_mark_alive`.
     """
     staged = [(found, _folder_in(store, found.journal)) for found in stage_folder.scan(stage)]
     parts = [_part(stage, found, folder) for found, folder in staged if folder is not None]
@@ -290,8 +290,8 @@ def _write_root_objects(
     verdicts: Sequence[RecoveryVerdict],
     storage_options: Mapping[str, Any] | None,
 ) -> None:
-    """Writes what the saves that this rank commits would have written before: each its pin, and the newest of each root
-    what is beside its folder.
+    """Writes, for the saves that this rank commits, the objects that their journals list as to be written before the
+    commit: those in the folder of each save, and for the newest save of each root all.
     """
     newest: dict[str, str] = {}
     for verdict in verdicts:  # oldest save first

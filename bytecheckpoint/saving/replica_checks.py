@@ -29,7 +29,7 @@ PartDigests = dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]
 
 
 class StageDigests(NamedTuple):
-    """Pipeline stages of one rank."""
+    """The pipeline stages that one rank holds tensors of, and digests of these tensors."""
 
     stages: Mapping[str, int]
     """Stage by FQN."""

@@ -137,8 +137,8 @@ def encode_manifest_and_info(
     metadata: Mapping[str, Any],
     generation: int | None = None,
 ) -> tuple[bytes, bytes]:
-    """Returns the encoded manifest, and its encoded CheckpointInfo without seconds. `generation` is that
-    of a save with a memory tier.
+    """Returns the encoded manifest, checked by decoding it, and the encoded CheckpointInfo about it, without seconds.
+    Keeps the chunks in the rank plan for later saves. `generation` is that of a save with a memory tier.
 
     Raises the errors of `encode_manifest`, and CheckpointSaveError (storage) if the reports contradict the plan or make
     no checkpoint.
@@ -195,8 +195,8 @@ def build_manifest(
     step: int | None,
     metadata: Mapping[str, Any],
 ) -> Manifest:
-    """Returns the manifest of the reports of all ranks, whose global ranks are `global_ranks`. Sets `written` of the
-    rank plan, for later saves.
+    """Returns the manifest that the reports of all ranks make; `payloads` and `global_ranks` are in the same order.
+    Sets `written` of the rank plan for later saves, unless compression varies where chunks lie.
 
     Raises CheckpointSaveError (storage) if a report contradicts the plan.
     """

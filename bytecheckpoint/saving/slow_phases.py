@@ -15,6 +15,8 @@ _MIN_EXTRA_S = 1.0
 """Shorter delays are noise."""
 _MIN_EARLIER = 3
 _MAX_EARLIER = 16
+_MAX_ROOTS = 64
+"""Pairs of root and number of ranks that are kept: with a path of its own for each save, they would be ever more."""
 _ALIKE = 1.5
 """Saves whose bytes differ by a greater factor are not compared."""
 _COMPARED = ("plan", "stage", "write", "upload", "commit")
@@ -42,18 +44,25 @@ class _EarlierSave(NamedTuple):
 
 
 class PhaseHistory:
-    """Phases of the latest saves of a process, by the root that they went to and the number of ranks."""
+    """Phases of the latest saves of a process, by the root that they went to and the number of ranks: of each of the
+    last 64 pairs, up to 16 saves.
+    """
 
     def __init__(self) -> None:
         self._saves: dict[tuple[str, int], deque[_EarlierSave]] = {}
         self._lock = threading.Lock()  # one save may upload while another one is written
 
     def add(self, root: str, num_bytes: int, by_rank: Sequence[Mapping[str, float]]) -> list[SlowPhase]:
-        """Adds a save, given the seconds of each rank by phase, and returns its slow phases."""
+        """Adds a save, given the seconds of each rank by phase. Returns its phases that took much longer than the
+        median of earlier saves of about as many bytes; none before there are a few of those.
+        """
         phases = [phase for phase in _COMPARED if any(phase in seconds for seconds in by_rank)]
         slowest = {phase: max(seconds.get(phase, 0.0) for seconds in by_rank) for phase in phases}
         with self._lock:
-            saves = self._saves.setdefault((root, len(by_rank)), deque(maxlen=_MAX_EARLIER))
+            key = root, len(by_rank)
+            saves = self._saves[key] = self._saves.pop(key, deque(maxlen=_MAX_EARLIER))
+            if len(self._saves) > _MAX_ROOTS:
+                del self._saves[next(iter(self._saves))]
             alike = [
                 save for save in saves if num_bytes <= _ALIKE * save.num_bytes and save.num_bytes <= _ALIKE * num_bytes
             ]

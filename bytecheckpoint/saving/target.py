@@ -38,7 +38,7 @@ class SaveCall(NamedTuple):
 
     @contextmanager
     def phase(self, name: Literal["wait", "plan", "stage"]) -> Iterator[None]:
-        """Times one phase before the writing; an error of one rank in it is raised by all."""
+        """Surrounds one phase before the writing: times it, and raises an error of one rank in it on all."""
         doing = f"{_DOING[name]} to {self.about.path}"
         with together(self.ranks, doing, about=self.about), self.timer.phase(name):
             yield
@@ -95,7 +95,7 @@ class SaveTarget(NamedTuple):
 
     @property
     def save_id_prefix(self) -> str:
-        """First characters of the save id; empty without an owner, as on ranks other than the coordinator."""
+        """First characters of the save id, which only the coordinator makes; empty without an owner."""
         return self.owner.save_id_prefix if self.owner is not None else ""
 
     def may_replace(self) -> bool:
@@ -105,9 +105,8 @@ class SaveTarget(NamedTuple):
         return self.overwrite if self.owner is None else self.owner.may_replace()
 
     def refuse_existing(self, ranks: Ranks) -> None:
-        """Raises CheckpointExistsError, before anything is written, if a committed checkpoint must not be replaced or
-        must not have another one beside it, and StorageError (unsupported) if the store cannot replace it. Only the
-        coordinator looks; does nothing on the other ranks.
+        """On the coordinator, raises the errors of `refuse_occupied` and of the owner, and StorageError (unsupported)
+        if the store cannot replace the checkpoint that is there. Does nothing on the other ranks.
         """
         if ranks.rank == COORDINATOR:
             store, folder = self.store, self.folder
@@ -126,7 +125,7 @@ def open_target(
     options: SaveOptions,
     owner: SaveOwner | None = None,
 ) -> SaveTarget:
-    """Opens the store and the local stage of a save. Raises the errors of the checks of role and folders."""
+    """Opens the store and the local stage of a save. Raises the errors of `root_of`, `open_store` and `LocalStage`."""
     root, folder = root_of(path, role), "" if step is None else step_folder(step)
     store = open_store(
         root,

@@ -23,8 +23,8 @@ from bytecheckpoint.saving.commit import (
     broadcast_or_discard,
     commit_together,
     discard,
+    raising_superseded,
     remember_files,
-    telling_of_another_owner,
     warn_of_slow_phases,
 )
 from bytecheckpoint.saving.local_stage import LocalStage
@@ -150,11 +150,13 @@ def _write_to_stage(
 
 
 def _upload(call: SaveCall, files: SaveFiles, stage: LocalStage, plan: SavePlan | None, meter: ProgressMeter) -> None:
-    """Uploads this rank's data files; the coordinator writes telemetry. If any rank fails, the files are discarded."""
+    """Uploads this rank's data files, and waits until all ranks have; the coordinator writes telemetry. If a rank
+    fails, discards the files unless recovery can still commit the save.
+    """
     ranks, about, timer = call
     target = files.target
     doing = f"uploading {target.path}"
-    with ExitStack() as undo, together(ranks, doing, about=about), telling_of_another_owner(target):
+    with ExitStack() as undo, together(ranks, doing, about=about), raising_superseded(target):
         undo.callback(discard, files)
         meter.begin("upload", stage.num_upload_bytes)
         with timer.phase("upload"):
@@ -171,7 +173,7 @@ def _upload(call: SaveCall, files: SaveFiles, stage: LocalStage, plan: SavePlan 
 
 
 def _new_journal(ranks: Ranks, target: SaveTarget, stage: LocalStage, *, save_id: str) -> Journal:
-    """Makes the journal of this rank's stage. The coordinator's says what the save replaces, which is looked up."""
+    """Returns the journal of this rank's stage. For the coordinator's, looks up the saves that this one replaces."""
     endpoint = endpoint_of(target.store)
     overwrite = ranks.rank == COORDINATOR and target.may_replace()
     objects = target.owner.root_objects() if ranks.rank == COORDINATOR and target.owner is not None else ()

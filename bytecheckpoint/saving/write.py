@@ -31,11 +31,12 @@ from bytecheckpoint.storage.store import SupportsDuplicate
 
 
 def find_reusable(prepared: PreparedSave) -> FileReuse | None:
-    """Returns the files of the newest checkpoint under the root that this rank may take; an empty FileReuse if there is
-    no such checkpoint. Returns None if the save takes no files, or the store cannot duplicate them.
+    """Returns the files of the newest checkpoint under the root that this rank may duplicate instead of writing its
+    own; an empty FileReuse if there is no such checkpoint. Returns None if `SaveOptions.reuse` is off, or the store
+    cannot duplicate files.
 
-    All ranks call this together: the coordinator says which checkpoint that is, and sends the records of its files to
-    ranks that have not saved it themselves.
+    All ranks call this together: the coordinator chooses the checkpoint, and sends the records of its files to ranks
+    that have not saved it themselves.
     """
     target, history = prepared.target, prepared.reuse
     store = target.store
@@ -54,7 +55,7 @@ def find_reusable(prepared: PreparedSave) -> FileReuse | None:
 
 def _reusable_of(target: SaveTarget, folder: str | None, known_ids: Sequence[str]) -> list[ReusableFiles | None]:
     """Returns, for each rank, its reusable files of the newest checkpoint; None for a rank that knows them already, as
-    its id in `known_ids` says. `folder` is None if the coordinator does not know that checkpoint.
+    its id in `known_ids` says. `folder` is None if the coordinator does not know that checkpoint: it is looked up then.
     """
     if folder is not None and len(set(known_ids)) == 1:
         return [None] * len(known_ids)
@@ -98,8 +99,8 @@ class SaveFiles(NamedTuple):
 
 
 def write_files(files: SaveFiles, prepared: PreparedSave, *, reuse: FileReuse | None) -> list[WrittenFile]:
-    """Writes all files of this rank durably from the snapshot, except for frozen ones of which `reuse` has an equal
-    file: those are taken. Returns both kinds, in the order of the plan.
+    """Writes all files of this rank durably from the snapshot; a frozen one of which `reuse` has an equal file is
+    duplicated from that instead. Returns both kinds, in the order of the plan.
     """
     snapshot, timer, meter = prepared.snapshot, prepared.call.timer, prepared.meter
     scratch = prepared.buffers.scratch
@@ -149,7 +150,7 @@ def _write_raw(
     *,
     reuse: FileReuse | None,
 ) -> WrittenFile:
-    """Writes a file of uncompressed tensors, or takes it from an earlier checkpoint."""
+    """Writes a file of uncompressed tensors, or duplicates an equal one of an earlier checkpoint."""
     planned = files.planned[number]
     blocks = [block._replace(content=partial(snapshot.content, block)) for block in planned.blocks]
     digests = files.extent_digests[number] if files.extent_digests else None
@@ -164,8 +165,8 @@ def _write_raw(
 
 
 def _take(target: SaveTarget, image: FileImage, reuse: FileReuse | None, timer: PhaseTimer) -> DataFile | None:
-    """Takes a file from the newest checkpoint. Returns None if that checkpoint has no equal file: then the file is to
-    be written.
+    """Duplicates an equal file of the newest checkpoint into the folder of this one. Returns None if there is no such
+    file, or it cannot be duplicated: then the file is to be written.
     """
     if reuse is None or not reuse.may_have(image):
         return None
@@ -184,7 +185,7 @@ def _with_content(planned: PlannedFile, snapshot: Snapshot, meter: ProgressMeter
 
 @contextmanager
 def _counted_content(snapshot: Snapshot, block: Block, meter: ProgressMeter) -> Iterator[memoryview]:
-    """Counts the bytes of a block when they are no longer needed: they were written, or compressed."""
+    """Yields the bytes of a block; counts them in `meter` once the caller has written or compressed them."""
     with snapshot.content(block) as content:
         yield content
     meter.add(block.byte_length)

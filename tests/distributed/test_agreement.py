@@ -165,6 +165,23 @@ def test_a_tensor_here_and_plain_data_there_is_refused_at_the_top(
     assert files_under(tmp_path) == []
 
 
+def save_at_the_top_with_a_known_plan(rank: int, world_size: int, root: str) -> Seen | None:
+    tensor = torch.zeros(2)
+    bcp.save(f"{root}/first", {"x": tensor} if rank else {"n": 5}, options=OPTIONS)
+    return seen(lambda: bcp.save(f"{root}/second", {"x": tensor if rank else 5}, options=OPTIONS))
+
+
+def test_a_tensor_here_and_plain_data_there_is_refused_also_with_a_known_plan(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    errors = workers.run(save_at_the_top_with_a_known_plan, str(tmp_path), world_size=2)
+    assert errors[0] == errors[1]
+    assert errors[0] is not None, "the number of rank 0 is lost: a load finds the tensor alone"
+    assert (errors[0].kind, errors[0].ranks) == ("conflict", (0, 1))
+    assert "x: a tensor on rank 1, 5 on rank 0" in errors[0].message
+    assert files_under(tmp_path / "second") == []
+
+
 def save_and_load_own(rank: int, world_size: int, path: str, values: list[Any]) -> Any:
     """Saves a value, which may be in a RankLocal; returns what a state of the same form gets back."""
     bcp.save(path, {"x": values[rank]}, options=OPTIONS)

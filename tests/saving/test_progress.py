@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults.seams import Seam, before, raising
 from rich.progress import Progress as RichProgress
 
 import bytecheckpoint as bcp
@@ -23,6 +24,7 @@ from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.runtime import progress as progress_module
 from bytecheckpoint.runtime.progress import ProgressMeter
 from bytecheckpoint.saving.slow_phases import PhaseHistory, slow_text
+from bytecheckpoint.staging import file_image
 
 
 def state_of(num_bytes: int) -> dict[str, torch.Tensor]:
@@ -285,6 +287,17 @@ def test_the_log_tells_begin_staging_commit_and_with_debug_all_phases(tmp_path, 
     assert begun == ["write", "commit", "done", "read", "done"]
 
 
+@pytest.mark.parametrize("staging_bytes", [None, 32 << 20])
+def test_the_log_calls_no_state_staged_whose_staging_failed(tmp_path, caplog, staging_bytes) -> None:
+    caplog.set_level(logging.INFO, "bytecheckpoint")
+    with before(Seam(file_image.LiveFile, "gather"), raising(MemoryError("no memory for a copy"))):
+        options = bcp.SaveOptions(staging_bytes=staging_bytes)
+        handle = bcp.save(tmp_path / "c", state_of(40 << 20), async_save=True, options=options)
+        with pytest.raises(bcp.CheckpointSaveError, match="no memory for a copy"):
+            handle.result(60)
+    assert [record.message.split()[0] for record in caplog.records] == ["saving"]
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_bar_draws_on_a_terminal_only(tmp_path, terminal) -> None:
     code = f"""
@@ -341,6 +354,21 @@ def test_only_saves_to_the_same_root_of_the_same_size_and_ranks_are_compared(oth
         history.add("r", 1000, [seconds(write=1.0)])
     assert history.add(root, num_bytes, [seconds(write=9.0)] * num_ranks) == []
     assert len(history.add("r", 1000, [seconds(write=9.0)])) == 1
+
+
+def test_phases_of_saves_to_ever_new_paths_do_not_pile_up() -> None:
+    history = PhaseHistory()
+    for root in ["old"] * 3 + [f"path-{number}" for number in range(64)]:
+        history.add(root, 1000, [seconds(write=1.0)])
+    assert history.add("old", 1000, [seconds(write=6.0)]) == []
+
+
+def test_phases_of_a_root_in_use_are_kept_beside_ever_new_paths() -> None:
+    history = PhaseHistory()
+    for number in range(200):
+        history.add("used", 1000, [seconds(write=1.0)])
+        history.add(f"path-{number}", 1000, [seconds(write=1.0)])
+    assert [slow.phase for slow in history.add("used", 1000, [seconds(write=6.0)])] == ["write"]
 
 
 def test_the_coordinator_warns_of_a_slow_phase(tmp_path, caplog, monkeypatch) -> None:

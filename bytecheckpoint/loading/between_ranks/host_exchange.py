@@ -34,8 +34,8 @@ Unit = tuple[int, int]
 
 
 class HostExchange:
-    """One rank's part in passing on units through the memory of its host. Its
-    user calls `serve` on NUM_THREADS threads if the host has other ranks.
+    """One rank's part in passing on units through the memory of its host. If the host has other ranks, `serve` has to
+    run on NUM_THREADS threads.
     """
 
     def __init__(
@@ -92,7 +92,9 @@ class HostExchange:
             raise PeerLeftError
 
     def announce(self, unit: Unit, part: ArenaPart) -> None:
-        """Tells every rank that has asked for this unit to take it from this part of the memory."""
+        """Tells every rank that has asked for this unit to take it from this part of the memory, which is held until
+        each has. Waits while a rank has no room for the message.
+        """
         now = time.monotonic()
         for rank in {rank for ranks in self.requests.get(unit, {}).values() for rank in ranks}:
             part.hold()
@@ -102,7 +104,7 @@ class HostExchange:
             self._send(rank, _READY, file=file, byte_offset=byte_offset, **where)
 
     def beat(self) -> None:
-        """Tells takers, from time to time, that this rank makes progress."""
+        """Tells takers that this rank makes progress, unless it did so within `heartbeat_s`. Does not block."""
         now = time.monotonic()
         if now - self._beat_at >= self._heartbeat_s:
             self._beat_at = now
@@ -169,7 +171,7 @@ class HostExchange:
             self._num_left -= 1
 
     def _check_processes(self) -> None:
-        """Raises CheckpointError (rank_missing) for a rank that is gone; sends others a heartbeat if this one has made
+        """Raises CheckpointError (rank_missing) for a rank that is gone; sends takers a heartbeat if this one has made
         progress. Does both at most every `_CHECK_S`.
         """
         with self._lock:

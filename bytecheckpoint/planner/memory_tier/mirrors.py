@@ -220,5 +220,5 @@ def in_order(holders: Collection[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def differing_extents(expected: Sequence[int], found: Sequence[int]) -> list[int]:
-    """Returns the numbers of the extents whose digests differ between the owner and a mirror."""
+    """Returns the numbers of extents whose digests differ between owner and mirror, or that only one of them has."""
     return [number for number, pair in enumerate(zip_longest(expected, found)) if pair[0] != pair[1]]

@@ -72,12 +72,12 @@ def segment_bytes(members: Sequence[ParityMember]) -> int:
 
 
 def num_bytes(member: ParityMember) -> int:
-    """Returns the bytes of all files of a member."""
+    """Returns the number of bytes of all files of a member."""
     return sum(byte_length for _, byte_length in member.files)
 
 
 def holder_of(segment: Segment, num_members: int) -> int:
-    """Returns the member into whose parity the segment goes."""
+    """Returns the number of the member into whose parity the segment goes."""
     return (segment.owner + segment.number + 1) % num_members
 
 
@@ -102,8 +102,8 @@ def pieces_of(member: ParityMember, number: int, length: int) -> list[FilePiece]
 
 
 def plan_rebuild(lost: int, num_members: int) -> list[RebuildStep]:
-    """Returns a step for each segment of a lost member: it is made from the parity of one member, the holder, and a
-    segment of each of the others.
+    """Returns a step for each segment of the member `lost`: the segment is made from the parity on one other member,
+    the holder, and a segment of each of the remaining ones.
     """
     return [
         RebuildStep(
@@ -117,7 +117,7 @@ def plan_rebuild(lost: int, num_members: int) -> list[RebuildStep]:
 
 
 def pieces_at(holder: int, members: Sequence[ParityMember]) -> list[PlacedPiece]:
-    """Returns the pieces that are XORed into the parity of a member."""
+    """Returns the pieces of all other members that are XORed into the parity of the member `holder`."""
     length = segment_bytes(members)
     return [
         placed

@@ -87,7 +87,7 @@ def mirroring_of(messages: Sequence[LocalPlanMessage], copies: int, max_file_byt
 
 
 def new_replies(save_id: str, plan: SavePlan) -> list[PlanReply]:
-    """Returns the answer to each rank, for a plan that was made now."""
+    """Returns the reply to each rank, in order of rank, with its part of a new plan."""
     compared: list[list[list[int]]] = [[] for _ in plan.whole_items]
     for ranks, items in plan.compared.items():
         for rank, of_rank in zip(ranks, items, strict=True):

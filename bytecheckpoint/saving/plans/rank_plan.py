@@ -17,7 +17,7 @@ _MAX_PLANS = 8
 
 
 class MirroredImage(NamedTuple):
-    """Data file `number` of the rank `owner`, planned on another rank that holds the same chunks."""
+    """Data file `number` of the rank `owner`, planned on this rank, which holds the same chunks and stages it too."""
 
     owner: int
     number: int
@@ -46,6 +46,8 @@ class RankPlan:
     """Files of other ranks that this one stages as well, for memory."""
     global_plan: SavePlan | None = None
     """None except on the coordinator."""
+    writers: Mapping[str, int] = field(default_factory=dict)
+    """A rank that writes of each tensor, by FQN; empty except on the coordinator."""
     written: WrittenTensors | None = None
     """Set on the coordinator by the first save with this plan that builds its manifest and has all chunks where the
     plan has them; None while compression puts some elsewhere, because these places vary from save to save.
@@ -74,7 +76,7 @@ class WrittenTensors:
 
 @dataclass(slots=True)
 class PlanCache:
-    """The most recently used plans, by the fingerprints of local plans. Holds no tensor."""
+    """The plans used last, at most 8, by the fingerprints of local plans. Holds no tensor."""
 
     _plans: OrderedDict[bytes, RankPlan] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
