@@ -311,7 +311,6 @@ class CheckpointView:
 
     @cached_property
     def missing(self) -> dict[str, RankMissing]:
-        """The leaves that this rank has no value for, by state FQN."""
         return {name: value for name, value in self.tree_leaves.items() if isinstance(value, RankMissing)}
 
     def _tree_at(self, fqn: str) -> Any:
