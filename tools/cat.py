@@ -92,16 +92,16 @@ def cat(*, ckpt: str, name: str, limit: int, access: AccessOptions, as_json: boo
 
 
 def _below(opened: Opened, objects: Sequence[PlainSummary], name: str) -> list[PlainSummary]:
-    """Returns the plain values below a name, as of a scheduler; none if a tensor has this name or lies below it."""
+    """Returns the plain values below `name`, such as those of a scheduler; none if a tensor is there, or named so."""
     manifest, start = opened.manifest, f"{name}."
     has_tensors = any(fqn == name or fqn.startswith(start) for fqn in chain(manifest.tensors, manifest.aliases))
     return [] if has_tensors else [item for item in objects if item.fqn.startswith(start)]
 
 
 def _read(opened: Opened, name: str, options: LoadOptions, *, others: Collection[str]) -> PrintedPart:
-    """Reads a part of a tensor. Raises click.UsageError for an index that the tensor does not have, or of a plain value
-    (`others`), and CheckpointNotFoundError with near names, also of plain values. Raises CheckpointMismatchError
-    (conflict) for a dtype whose elements are not single numbers.
+    """Reads a tensor, or a part of it; `others` are the names of the plain values. Raises click.UsageError for an index
+    that the tensor does not have, and for an index after the name of a plain value; CheckpointNotFoundError, which
+    lists near names, for any other name; CheckpointMismatchError (conflict) for a dtype without single numbers.
     """
     from bytecheckpoint.checkpoint import Checkpoint  # noqa: PLC0415 - torch takes seconds to import
     from bytecheckpoint.loading.read import Source  # noqa: PLC0415

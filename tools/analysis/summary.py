@@ -262,7 +262,7 @@ def _natural_key(text: str) -> list[str | tuple[int, str]]:
 
 
 def no_such_tensor(path: str, pattern: str, names: Iterable[str]) -> CheckpointNotFoundError:
-    """Returns the error, with near names, about a name or a glob that no tensor has."""
+    """Returns the error about a name or glob that matches none of `names`; it lists near ones."""
     last = pattern.rsplit(".", 1)[-1]
     names = list(names)
     if below := [name for name in names if name.startswith(f"{pattern}.")]:
@@ -277,7 +277,7 @@ def no_such_tensor(path: str, pattern: str, names: Iterable[str]) -> CheckpointN
 
 
 def file_rows(manifest: Manifest) -> list[dict[str, Any]]:
-    """Returns size, number of checksums and of chunks of each data file."""
+    """Returns name, size, and numbers of checksums and chunks of each data file, in the order of the manifest."""
     return [
         {
             "name": file.name,
@@ -291,7 +291,7 @@ def file_rows(manifest: Manifest) -> list[dict[str, Any]]:
 
 def plain_objects(opened: Opened) -> list[PlainSummary]:
     """Returns all plain values in natural order; values of single ranks come with their rank. Tensors in values of
-    single ranks are read from the data files, others are left out. Raises the errors of a load.
+    single ranks are read from the data files, other tensors are left out. Raises the errors of a load.
     """
     # Decoding them needs torch, and no other command does.
     from bytecheckpoint.adapters.plain.manifest_trees import stored_leaves  # noqa: PLC0415

@@ -83,7 +83,7 @@ def spaces_of(store: Store, listed: Sequence[ListedCheckpoint]) -> list[Checkpoi
 
 
 def space_of(found: FoundCheckpoint, item: ListedCheckpoint, list_folder: _ListFolder) -> CheckpointSpace:
-    """Returns the space of one checkpoint, of which `list_folder` lists the folders. Raises
+    """Returns the space of one checkpoint; `list_folder` returns the entries of a folder in its store. Raises
     CheckpointNotFoundError if it was deleted meanwhile, and StorageError.
     """
     file_bytes, linked_bytes, entries = 0, 0, list[EntrySpace]()
@@ -127,7 +127,7 @@ def _found(store: Store, item: ListedCheckpoint, list_folder: _ListFolder) -> Fo
 
 
 def _is_damaged_folder(item: ListedCheckpoint, list_folder: _ListFolder) -> bool:
-    """Returns True for a folder of another format that cannot be read, False for such a file."""
+    """Returns True only for a folder of another format that cannot be read; False for such a file."""
     if item.format == OWN_FORMAT or not item.problem:
         return False
     folder, _, name = item.folder.rpartition("/")
