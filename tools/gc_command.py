@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from bytecheckpoint.errors import CheckpointError, and_more
 from bytecheckpoint.memory_tier.flush import JobInMemory, jobs_in_memory, remove_job
@@ -120,6 +121,8 @@ def gc(
         return _gc_memory(roots, location, min_age_s, is_real=is_real, as_json=as_json)
     if root is None:
         raise click.UsageError("give the ROOT of the checkpoints, or --memory")
+    if click.get_current_context().get_parameter_source("roots") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--memory-root is for --memory, which was not given")
     if "" in save_ids:
         # Hazard: it would name the temporaries without a save id, those of running saves too.
         raise click.UsageError("--save-id is empty: give the id of a save")
