@@ -66,7 +66,7 @@ def cat(*, ckpt: str, name: str, limit: int, access: AccessOptions, as_json: boo
     the brackets alone.
     """
     opened = access.find_files(access.open_manifest(ckpt))
-    objects = plain_objects(opened)
+    objects = plain_objects(opened, max_text=sys.maxsize)
     plain = [item for item in objects if item.fqn == name] or _below(opened, objects, name)
     if plain:
         _print_plain(opened, name, plain, as_json=as_json)
@@ -115,7 +115,7 @@ def _read(opened: Opened, name: str, options: LoadOptions, *, others: Collection
         if fqn in others:
             raise click.UsageError(f"{fqn} is a plain value, of which no part is printed: leave out [{index}]")
         if fqn.partition("[")[0] in checkpoint:
-            raise click.UsageError(f"{name}: a part is given as NAME[SLICE], and the bracket is not closed")
+            raise click.UsageError(f"{name}: a part is given as NAME[SLICE], with one pair of brackets at the end")
         raise no_such_tensor(opened.path, fqn, [*checkpoint, *others])
     view = checkpoint[fqn]
     dtype = str(view.dtype).removeprefix("torch.")
