@@ -96,7 +96,7 @@ def space_of(found: FoundCheckpoint, item: ListedCheckpoint, list_folder: _ListF
         file_bytes = item.num_bytes
     other_bytes, problem = 0, item.problem
     try:
-        if item.format == OWN_FORMAT or _is_damaged_folder(item, list_folder):
+        if _owns_folder(found, item, list_folder):
             other_bytes = max(_bytes_below(item.folder, list_folder) - file_bytes, 0)
     except (StorageError, UnsafeCheckpointError) as error:
         if error.kind not in {"permission", "path_escape"}:
@@ -123,13 +123,19 @@ def _found(store: Store, item: ListedCheckpoint, list_folder: _ListFolder) -> Fo
     size = list_folder(folder).get(name) if name else None
     if size is not None:
         return FoundCheckpoint(store, folder, find_file(store, folder, name, size))
-    return FoundCheckpoint(store, item.folder, find_folder(store, item.folder, list_folder(item.folder)))
+    entries = list_folder(item.folder)
+    foreign = None if layout.has_manifest(entries) else find_folder(store, item.folder, entries)
+    return FoundCheckpoint(store, item.folder, foreign)
 
 
-def _is_damaged_folder(item: ListedCheckpoint, list_folder: _ListFolder) -> bool:
-    """Returns True only for a folder of another format that cannot be read; False for such a file."""
+def _owns_folder(found: FoundCheckpoint, item: ListedCheckpoint, list_folder: _ListFolder) -> bool:
+    """Returns True for a checkpoint of this library, also a link to one of another format, and for a folder of another
+    format that cannot be read.
+    """
     if item.format == OWN_FORMAT or not item.problem:
-        return False
+        return found.foreign is None
+    if found.foreign is not None:
+        return not found.foreign.file
     folder, _, name = item.folder.rpartition("/")
     return not name or list_folder(folder).get(name) is None
 
