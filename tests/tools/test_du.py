@@ -93,12 +93,13 @@ def test_the_manifest_of_a_link_to_another_format_counts(call, tmp_path, path) -
     assert item["other_num_bytes"] == bytes_of(tmp_path / "links")
 
 
-def test_a_damaged_file_does_not_count_the_files_beside_it(call, tmp_path) -> None:
+def test_a_damaged_file_counts_its_own_bytes_and_no_others(call, tmp_path) -> None:
     torch.save({"w": torch.ones(1000)}, tmp_path / "whole.pt")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:2000])
-    found = call("du", tmp_path / "cut.pt", "--json")
-    assert found.code == 1
-    assert found.json["other_num_bytes"] == 0
+    alone, listed = call("du", tmp_path / "cut.pt", "--json"), call("du", tmp_path, "--json")
+    assert (alone.code, listed.code) == (1, 1)
+    assert (alone.json["num_bytes"], alone.json["other_num_bytes"]) == (0, 2000)
+    assert listed.json["num_bytes"] + listed.json["other_num_bytes"] == bytes_of(tmp_path)
 
 
 def test_a_step_that_did_not_commit_is_counted_and_marked(call, root) -> None:

@@ -53,8 +53,8 @@ class CheckpointSpace:
     """Bytes of data files that it reads and that lie elsewhere: a link to another checkpoint."""
     other_num_bytes: int
     """Bytes of all other files in its folder and in those that saves and the manager make there: manifest, telemetry,
-    marks, leftovers of abandoned saves; data files too if the manifest cannot be read. For another format, 0, or what
-    is left of a folder that has lost files."""
+    marks, leftovers of abandoned saves; data files too if the manifest cannot be read. For another format, 0, but for
+    one that cannot be read, the bytes of its file, or of what is left in its folder."""
     entries: Sequence[EntrySpace]
     """Empty if it is not committed, or the manifest cannot be read."""
     problem: str | None
@@ -98,6 +98,9 @@ def space_of(found: FoundCheckpoint, item: ListedCheckpoint, list_folder: _ListF
     try:
         if _owns_folder(found, item, list_folder):
             other_bytes = max(_bytes_below(item.folder, list_folder) - file_bytes, 0)
+        elif item.problem:
+            folder, name = (found.folder, found.foreign.file) if found.foreign else item.folder.rpartition("/")[::2]
+            other_bytes = list_folder(folder).get(name) or 0
     except (StorageError, UnsafeCheckpointError) as error:
         if error.kind not in {"permission", "path_escape"}:
             raise
