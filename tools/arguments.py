@@ -49,7 +49,7 @@ class Opened(NamedTuple):
         return describe_checkpoint(self.manifest, path=self.path)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what identifies it."""
+        """Returns its path, step and save ID."""
         return {"path": self.path, "step": self.manifest.step, "save_id": self.manifest.save_id}
 
 
@@ -65,7 +65,7 @@ class AccessOptions(NamedTuple):
         return open_store(root, storage_options=self.storage_options, writer_threads=1)
 
     def find(self, path: str) -> FoundCheckpoint:
-        """Finds a checkpoint of any format. Raises like `find_checkpoint`, which says what is there instead."""
+        """Finds a checkpoint of any format. Raises the errors of `find_checkpoint`; they say what is there instead."""
         opening = opening_at(path, Opening(self.storage_options), follow_links=self.follow_links)
         return find_checkpoint(path, self.step, opening)
 
@@ -226,14 +226,14 @@ def with_threads_option(about: str) -> Callable[[_Command], _Command]:
 
 
 def finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
-    """Returns the number. Raises click.BadParameter for infinity, and for NaN, which click lets through every range."""
+    """Returns the number, or None. Raises click.BadParameter for infinity, and for NaN, which click lets through."""
     if value is not None and not isfinite(value):
         raise click.BadParameter(f"{value} is no finite number", ctx=ctx, param=param)
     return value
 
 
 def at_home_folder(_ctx: click.Context, _param: click.Parameter, folder: str | None) -> str | None:
-    """Expands an option that takes a folder: a shell leaves the `~` of `--option=~/folder` as it is."""
+    """Expands the `~` of a folder, or returns None: a shell leaves that of `--option=~/folder` as it is."""
     return folder and expand_home(folder)
 
 
@@ -272,7 +272,7 @@ _SECONDS_OF = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class Age(click.ParamType[float]):
-    """A length of time: `90m`, `24h`, `7d`, or a number of seconds."""
+    """A length of time, converted to seconds: `90m`, `24h`, `7d`, or a number of seconds."""
 
     name = "age"
 

@@ -66,7 +66,7 @@ def cat(*, ckpt: str, name: str, limit: int, access: AccessOptions, as_json: boo
     the brackets alone.
     """
     opened = access.find_files(access.open_manifest(ckpt))
-    objects = plain_objects(opened)
+    objects = plain_objects(opened, max_text=sys.maxsize)
     plain = [item for item in objects if item.fqn == name] or _below(opened, objects, name)
     if plain:
         _print_plain(opened, name, plain, as_json=as_json)
@@ -92,16 +92,16 @@ def cat(*, ckpt: str, name: str, limit: int, access: AccessOptions, as_json: boo
 
 
 def _below(opened: Opened, objects: Sequence[PlainSummary], name: str) -> list[PlainSummary]:
-    """Returns the plain values below a name, as of a scheduler; none if a tensor has this name or lies below it."""
+    """Returns the plain values below `name`, such as those of a scheduler; none if a tensor is there, or named so."""
     manifest, start = opened.manifest, f"{name}."
     has_tensors = any(fqn == name or fqn.startswith(start) for fqn in chain(manifest.tensors, manifest.aliases))
     return [] if has_tensors else [item for item in objects if item.fqn.startswith(start)]
 
 
 def _read(opened: Opened, name: str, options: LoadOptions, *, others: Collection[str]) -> PrintedPart:
-    """Reads a part of a tensor. Raises click.UsageError for an index that the tensor does not have, or of a plain value
-    (`others`), and CheckpointNotFoundError with near names, also of plain values. Raises CheckpointMismatchError
-    (conflict) for a dtype whose elements are not single numbers.
+    """Reads a tensor, or a part of it; `others` are the names of the plain values. Raises click.UsageError for an index
+    that the tensor does not have, and for an index after the name of a plain value; CheckpointNotFoundError, which
+    lists near names, for any other name; CheckpointMismatchError (conflict) for a dtype without single numbers.
     """
     from bytecheckpoint.checkpoint import Checkpoint  # noqa: PLC0415 - torch takes seconds to import
     from bytecheckpoint.loading.read import Source  # noqa: PLC0415
@@ -115,7 +115,7 @@ def _read(opened: Opened, name: str, options: LoadOptions, *, others: Collection
         if fqn in others:
             raise click.UsageError(f"{fqn} is a plain value, of which no part is printed: leave out [{index}]")
         if fqn.partition("[")[0] in checkpoint:
-            raise click.UsageError(f"{name}: a part is given as NAME[SLICE], and the bracket is not closed")
+            raise click.UsageError(f"{name}: a part is given as NAME[SLICE], with one pair of brackets at the end")
         raise no_such_tensor(opened.path, fqn, [*checkpoint, *others])
     view = checkpoint[fqn]
     dtype = str(view.dtype).removeprefix("torch.")

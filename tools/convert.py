@@ -170,7 +170,7 @@ def _run(request: ConvertRequest, *, as_json: bool) -> int:
             )
         except CheckpointError as error:
             if is_first:
-                _look_for_unfollowed_link(request, error)
+                _raise_if_unfollowed(request, error)
                 raise
             return exit_codes.code_of(error)  # every rank has the same error, and one reports it
     if is_first and as_json:
@@ -180,7 +180,7 @@ def _run(request: ConvertRequest, *, as_json: bool) -> int:
     return exit_codes.FINE
 
 
-def _look_for_unfollowed_link(request: ConvertRequest, error: CheckpointError) -> None:
+def _raise_if_unfollowed(request: ConvertRequest, error: CheckpointError) -> None:
     """Raises UnfollowedLinkError if `error` says that the source is a link that was not to be followed."""
     source = request.source
     if error.kind == "path_escape" and not (request.follow_links or request.is_link):
@@ -190,7 +190,7 @@ def _look_for_unfollowed_link(request: ConvertRequest, error: CheckpointError) -
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """Joins the ranks of torchrun, if it has started this process."""
+    """Joins the ranks of torchrun until the block ends; does nothing in a process that torchrun has not started."""
     import torch.distributed as dist  # noqa: PLC0415
 
     if not dist.is_torchelastic_launched():

@@ -226,7 +226,9 @@ def _is_missing(path: Path) -> bool:
 def _measure_writes(
     store: ProbeStore, url: str, options: Mapping[str, Any], *, seconds: float, max_bytes: int
 ) -> list[Speed]:
-    """Measures writes to the folder of `store`, whose root is at this URL. What fails to be deleted is left to it."""
+    """Measures writes to the folder of `store`, whose root is at this URL. `store.clear()`
+    also removes what an error leaves of them.
+    """
 
     def open_with(threads: int) -> ProbeStore:
         opened = open_store(url, storage_options=options, writer_threads=threads)

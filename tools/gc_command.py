@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from bytecheckpoint.errors import CheckpointError, and_more
 from bytecheckpoint.memory_tier.flush import JobInMemory, jobs_in_memory, remove_job
@@ -120,6 +121,8 @@ def gc(
         return _gc_memory(roots, location, min_age_s, is_real=is_real, as_json=as_json)
     if root is None:
         raise click.UsageError("give the ROOT of the checkpoints, or --memory")
+    if click.get_current_context().get_parameter_source("roots") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--memory-root is for --memory, which was not given")
     if "" in save_ids:
         # Hazard: it would name the temporaries without a save id, those of running saves too.
         raise click.UsageError("--save-id is empty: give the id of a save")
@@ -149,10 +152,10 @@ def _gc_memory(roots: Sequence[str], location: str | None, min_age_s: float, *, 
     job that saves to `location`, or all for None. With `is_real`, removes the memory of jobs without a living process
     whose memory has not changed for `min_age_s`.
 
-    Returns the exit code: STORAGE if a process, of the job or one that flushes or removes it, has taken one of these
-    jobs meanwhile.
+    Returns the exit code: STORAGE if the memory of such a job stays because another process has taken it meanwhile: a
+    new one of the job, a flush or another gc.
     """
-    jobs = [(job, _state(job, min_age_s, is_real=is_real)) for job in jobs_in_memory(roots, location)]
+    jobs = [(job, _remove_if_dead(job, min_age_s, is_real=is_real)) for job in jobs_in_memory(roots, location)]
     kept = [job.path for job, state in jobs if state == _TAKEN]
     by = "a process of its job, a flush or another gc"
     failures = [f"{path} has been taken by {by} meanwhile, and was left alone" for path in kept]
@@ -172,8 +175,8 @@ def _gc_memory(roots: Sequence[str], location: str | None, min_age_s: float, *, 
     return code
 
 
-def _state(job: JobInMemory, min_age_s: float, *, is_real: bool) -> str:
-    """Returns the state of a job's memory, after its removal if it is dead and `is_real`."""
+def _remove_if_dead(job: JobInMemory, min_age_s: float, *, is_real: bool) -> str:
+    """Removes the memory of a job if it is dead and `is_real`. Returns the state of the memory, in words."""
     if job.num_living:
         return "lives"
     if job.age_s < min_age_s:

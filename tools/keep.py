@@ -59,7 +59,7 @@ class BestParam(click.ParamType[keep_policies.Best]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptRow:
+class DecidedRow:
     """A checkpoint, and the decision about it."""
 
     path: str
@@ -80,7 +80,7 @@ class KeptRow:
 class Deletions(NamedTuple):
     """Result of deleting checkpoints: all rows, also the kept ones, and messages about failures."""
 
-    rows: list[KeptRow]
+    rows: list[DecidedRow]
     num_finished: int = 0
     """Number of the deletions that another process had begun and this one has finished."""
     failures: Sequence[str] = ()
@@ -171,9 +171,9 @@ def _steps(store: Store, best: Sequence[keep_policies.Best]) -> tuple[list[Store
 
 def _decide(
     store: Store, policy: keep_policies.KeepPolicy, stored: Sequence[StoredStep], *, now: float
-) -> tuple[list[KeptRow], list[str]]:
-    """Returns the decisions, and the folders of steps of which data is missing: such a step must not stay in the place
-    of a good one. A step to which one that stays is a link stays too.
+) -> tuple[list[DecidedRow], list[str]]:
+    """Returns a row for each step that is whole, and the folders of those of which data is missing: such a step must
+    not stay in the place of a good one. A step whose files a link reads stays if the link stays.
     """
     complete: set[int] = set()
     incomplete: list[str] = []
@@ -220,7 +220,7 @@ def _inside(store: Store, location: str) -> str:
 
 
 def _own_bytes(store: Store, step: int) -> int:
-    """Returns the bytes of data files that the save of a step wrote, which go with it; 0 if it is gone or damaged."""
+    """Returns the bytes of the data files that a deletion of a step frees; 0 if the step is gone or damaged."""
     folder = layout.step_folder(step)
     try:
         manifest = layout.read_manifest(store, folder)
@@ -230,9 +230,9 @@ def _own_bytes(store: Store, step: int) -> int:
     return sum(file.byte_length for file in manifest.files if file.name in own)
 
 
-def _row(store: Store, item: StoredStep, decision: retention.StepDecision) -> KeptRow:
+def _row(store: Store, item: StoredStep, decision: retention.StepDecision) -> DecidedRow:
     info = item.info
-    return KeptRow(
+    return DecidedRow(
         path=join_name(str(store), layout.step_folder(info.step)),
         step=info.step,
         created_at=utc_of(info.time) if info.time else None,
@@ -246,7 +246,7 @@ def _row(store: Store, item: StoredStep, decision: retention.StepDecision) -> Ke
     )
 
 
-def _delete(store: Store, rows: Sequence[KeptRow], *, now: float) -> Deletions:
+def _delete(store: Store, rows: Sequence[DecidedRow], *, now: float) -> Deletions:
     """Finishes the deletions that other processes began, then deletes every checkpoint that is not kept, even if
     another deletion fails. One that was pinned or leased since, or is damaged, stays. Raises click.Abort for Ctrl-C.
     """
@@ -330,7 +330,7 @@ def _table(metrics: MetricColumns, *, is_real: bool) -> TableShape:
         Column("why"),
     ]
 
-    def cells(row: KeptRow) -> list[str]:
+    def cells(row: DecidedRow) -> list[str]:
         gone = "deleted" if row.is_deleted else "not kept" if is_real else "goes"
         return [
             str(row.step),

@@ -16,7 +16,7 @@ from bytecheckpoint.options import NameMap
 FORMATS = ("bcp", "hf", "dcp", "torch")
 """Formats that `bcp convert` writes."""
 DTYPES = ("float64", "float32", "float16", "bfloat16")
-"""Dtypes that it converts tensors to."""
+"""Dtypes that `bcp convert` converts tensors to."""
 
 
 class NameOptions(NamedTuple):
@@ -109,8 +109,8 @@ _OPTIONS = (
 
 
 def with_name_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds these options to a command that also has `--to`; passes all of them, with `--to`, as `names`, and
-    `is_renamed`, True if `--to`, `--rename` or `--map` was given.
+    """Adds the options of NameOptions but `--to`, which the command must have. The command gets them and `--to` as
+    `names`, and `is_renamed`: True if `--to`, `--rename` or `--map` was given.
     """
 
     @wraps(command)

@@ -49,7 +49,7 @@ _MIN_AGE_H = garbage.MIN_AGE_S / 3600
 
 
 class CheckpointPlace(NamedTuple):
-    """The place of the committed checkpoint of this library that a command was given."""
+    """The place of a committed checkpoint of this library."""
 
     store: Store
     """Its root: for the folder of a step, the folder above it."""
@@ -57,7 +57,7 @@ class CheckpointPlace(NamedTuple):
 
     @property
     def step(self) -> int | None:
-        """Step that the checkpoint is in its root; None for one that stands alone."""
+        """Step of the checkpoint in its root; None for one that stands alone."""
         return layout.parse_step(self.folder)
 
     @property

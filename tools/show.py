@@ -14,7 +14,7 @@ from . import exit_codes
 from .analysis.data_streams import data_records
 from .analysis.module_tree import ModuleNode, build_tree
 from .analysis.save_layout import compression_of, writers_of
-from .analysis.summary import ManifestSummary, PlainSummary, TensorEntry, file_rows, plain_objects
+from .analysis.summary import MAX_TEXT, ManifestSummary, PlainSummary, TensorEntry, file_rows, plain_objects
 from .arguments import (
     AccessOptions,
     LocalFile,
@@ -139,7 +139,7 @@ def show(
     stats = _read_stats(opened, tensors) if with_stats else None
     tree = build_tree(tensors) if with_tree else None
     files = file_rows(opened.manifest) if with_files else None
-    objects = plain_objects(opened) if with_objects else None
+    objects = plain_objects(opened, max_text=MAX_TEXT) if with_objects else None
     data = data_records(opened.manifest) if with_data else None
     if html_path is not None:
         histograms = _read_histograms(opened, tensors, is_selected=bool(patterns)) if with_histograms else {}
@@ -169,12 +169,12 @@ def show(
         screen.line(opened.path, style="bold")
     else:
         print_summary(screen, opened, summary)
-    if patterns and tree is None:
-        print_in_depth(screen, opened.manifest, summary, tensors, stats, limit=limit)
-    elif tree is not None:
+    if tree is not None:
         rows = [row for node in tree for row in tree_rows(node)]
         screen.section(TREE_TABLE, rows, limit=limit, rest=" rows: --tensor GLOB shows a part, --limit 0 all")
-    elif with_stats or not (with_files or with_objects or with_data):
+    if patterns and tree is None:
+        print_in_depth(screen, opened.manifest, summary, tensors, stats, limit=limit)
+    elif with_stats or not (with_tree or with_files or with_objects or with_data):
         rest = ": --tree shows them by module, --tensor GLOB some, --limit 0 all"
         num_tensors = summary.num_names if has_first_only else len(tensors)
         screen.section(tensor_table(stats), tensors, limit=limit, rest=rest, num_items=num_tensors)

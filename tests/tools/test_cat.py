@@ -83,11 +83,25 @@ def test_plain_values(call, stored, name, text) -> None:
     assert call("cat", stored, name, "--json").json["dtype"] is None
 
 
+@pytest.mark.parametrize("value", [[i / 7 for i in range(100)] + [math.nan], {i: str(i) for i in range(100)}])
+def test_a_plain_value_that_json_cannot_hold_is_printed_to_its_end(call, tmp_path, value) -> None:
+    bcp.save(tmp_path / "c", {"values": [value]})
+    assert call("cat", tmp_path / "c", "values").out == f"{[value]!r}\n"
+    assert call("cat", tmp_path / "c", "values", "--json").json["objects"][0]["value"] == repr([value])
+
+
 @pytest.mark.parametrize("index", ["3", "0:2:-1", "1,1,1,1", "x", "...,...", "1.5", "0:1:0"])
 def test_an_index_that_the_tensor_does_not_have_is_wrong_usage_with_the_shape(call, stored, index) -> None:
     ended = call("cat", stored, f"w[{index}]")
     assert (ended.code, ended.out) == (2, "")
     assert "3 x 4 x 5" in ended.err
+
+
+@pytest.mark.parametrize("index", ["[1", "[1][2]", "[1]x"])
+def test_brackets_that_are_no_slice_are_wrong_usage_and_not_called_missing(call, stored, index) -> None:
+    ended = call("cat", stored, f"w{index}")
+    assert ended.code == 2
+    assert f"w{index}: a part is given as NAME[SLICE], with one pair of brackets at the end" in ended.err
 
 
 def test_a_part_of_a_plain_value_is_wrong_usage_and_not_called_missing(call, stored) -> None:
@@ -100,6 +114,12 @@ def test_a_name_that_is_not_there_is_exit_code_3_with_near_names(call, saved_roo
     ended = call("cat", saved_root, "embed.weight[0]")
     assert ended.code == 3
     assert "near matches: model.embed.weight" in ended.err
+
+
+def test_a_name_that_ends_with_a_dot_is_not_near_to_all_names(call, stored) -> None:
+    ended = call("cat", stored, "nothing.")
+    assert ended.code == 3
+    assert "near matches" not in ended.err
 
 
 def test_damage_in_what_is_read_is_found(call, tmp_path) -> None:

@@ -16,6 +16,9 @@ import bytecheckpoint as bcp
 from bytecheckpoint.adapters.data.stream_wire import MARK
 from bytecheckpoint.adapters.plain.plain_data import encode_plain
 from bytecheckpoint.manifest import Manifest, encode_manifest
+from bytecheckpoint.tools.analysis.data_streams import DataDifference
+from bytecheckpoint.tools.render.data_text import print_data_differences
+from bytecheckpoint.tools.render.terminal import Screen
 
 NAMES = ["c4-0", "c4-1", "web-0"]
 SHARED = {"seed": 4}
@@ -108,6 +111,11 @@ def test_diff_says_how_many_samples_lie_between(call, run) -> None:
     assert found == {**expected, "num_only_in_a": 0, "num_only_in_b": 0}
     same = call("diff", a, a)
     assert "data: 0 samples lie between A and B\n" in same.out
+
+
+def test_one_sample_lies_between(capsys) -> None:
+    print_data_differences(Screen(), [DataDifference("data", (5, 4), -1, 1, 0, 0)])
+    assert capsys.readouterr().out == "  data: 1 sample lies between A and B: A is ahead of B\n"
 
 
 def test_diff_counts_the_streams_of_both(call, run, tmp_path) -> None:

@@ -84,6 +84,24 @@ def test_what_a_link_reads_counts_where_it_lies(call, root, tmp_path) -> None:
     assert "more are read through links" in call("du", tmp_path / "link").out
 
 
+@pytest.mark.parametrize("path", ["link", "."])
+def test_the_manifest_of_a_link_to_another_format_counts(call, tmp_path, path) -> None:
+    torch.save({"w": torch.ones(1000)}, tmp_path / "w.pt")
+    assert call("convert", tmp_path / "w.pt", tmp_path / "links" / "link", "--to", "bcp", "--link").code == 0
+    (item,) = call("du", tmp_path / "links" / path, "--json").json["checkpoints"]
+    assert (item["num_bytes"], item["shared_num_bytes"]) == (0, (tmp_path / "w.pt").stat().st_size)
+    assert item["other_num_bytes"] == bytes_of(tmp_path / "links")
+
+
+def test_a_damaged_file_counts_its_own_bytes_and_no_others(call, tmp_path) -> None:
+    torch.save({"w": torch.ones(1000)}, tmp_path / "whole.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:2000])
+    alone, listed = call("du", tmp_path / "cut.pt", "--json"), call("du", tmp_path, "--json")
+    assert (alone.code, listed.code) == (1, 1)
+    assert (alone.json["num_bytes"], alone.json["other_num_bytes"]) == (0, 2000)
+    assert listed.json["num_bytes"] + listed.json["other_num_bytes"] == bytes_of(tmp_path)
+
+
 def test_a_step_that_did_not_commit_is_counted_and_marked(call, root) -> None:
     (root / "step_00001000" / "manifest.bcp").unlink()
     found = call("du", root, "--json").json

@@ -95,6 +95,12 @@ def test_an_empty_save_id_names_nothing(call, root) -> None:
     assert young.exists()
 
 
+def test_a_memory_root_without_memory_is_refused(call, root) -> None:
+    """Ignored, it would let the leftovers of ROOT be removed where those in memory were meant."""
+    ended = call("gc", root, "--memory-root", root.parent, "--delete")
+    assert (ended.code, "--memory-root is for --memory" in ended.err) == (2, True)
+
+
 def test_a_committed_save_cannot_be_named_away(call, root) -> None:
     save_id = bcp.open(root).info.save_id
     assert call("gc", root, "--save-id", save_id, "--delete", "--json").json["leftovers"] == []

@@ -306,6 +306,13 @@ def test_stats_are_those_of_the_values(call, tmp_path) -> None:
     assert "NaN" in call("show", tmp_path / "c", "--stats").out
 
 
+def test_stats_are_printed_beside_the_tree(call, tmp_path) -> None:
+    bcp.save(tmp_path / "c", {"w": torch.tensor([1.0, 2.5])})
+    lines = [line.split() for line in call("show", tmp_path / "c", "--tree", "--stats").out.splitlines()]
+    assert ["w", "float32", "2", "2", "8", "B"] in lines
+    assert ["w", "float32", "2", "1", "2.5", "1.75", "0.75", "0", "0", "0"] in lines
+
+
 def test_stats_of_a_large_tensor_come_from_many_parts(call, saved_root) -> None:
     (tensor,) = call("show", saved_root, "--tensor", "large", "--stats", "--json").json["tensors"]
     numel = 1 << 20

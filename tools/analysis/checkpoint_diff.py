@@ -133,7 +133,9 @@ def compare_checkpoints(
 
 
 def _with_small_tensors(named: NamedValues, opened: Opened, other: NamedValues) -> NamedValues:
-    """Returns the contents with those tensors among the values, read, that the other checkpoint has there."""
+    """Reads the tensors that the other checkpoint has among its plain values, under one name and shape. Returns the
+    contents with these among the values and no more among the tensors.
+    """
     values = {fqn: other.values.get(ValueKey(fqn, None)) for fqn in named.tensors}
     shapes = {fqn: tuple(value.shape) for fqn, value in values.items() if isinstance(value, torch.Tensor)}
     stored = {fqn: named.tensors[fqn] for fqn in shapes}
@@ -149,7 +151,7 @@ def _with_small_tensors(named: NamedValues, opened: Opened, other: NamedValues) 
 def _difference(
     fqn: str, described: Sequence[Described], values: ValueDifference | None, *, ignore_dtype: bool
 ) -> TensorDifference:
-    """Returns the difference of two tensors of these dtypes and shapes; `values` are those of tensors of one shape."""
+    """Returns the difference of two tensors; `values` is None if their shapes or dtypes allow no comparison."""
     (dtype_a, shape_a), (dtype_b, shape_b) = described
     problems = []
     if shape_a != shape_b:

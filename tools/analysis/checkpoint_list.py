@@ -84,7 +84,7 @@ class ListedCheckpoint:
 
     @property
     def name(self) -> str:
-        """Path within its run, or within the root."""
+        """Path within its run, or within the root; "" for the root itself."""
         return self.folder.removeprefix(f"{self.run}/") if self.run else self.folder
 
 

@@ -115,7 +115,9 @@ def _is_empty(tree: Any) -> bool:
 
 
 def _as_written(to: str, fqn: str, tree: Any) -> bytes:
-    """Encodes plain data, with values in place of those that the format of torch does not know."""
+    """Encodes plain data as `bcp convert` writes it for other programs: sets as lists, times as text; for a file of
+    torch.save, numpy's arrays as tensors.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):

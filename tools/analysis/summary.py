@@ -26,7 +26,8 @@ from .diagnosis.optimizer_trees import optimizers_in
 from .save_layout import chunks_by_file, cut_names
 
 _DIGITS = re.compile(r"([0-9]+)")
-_MAX_TEXT = 200
+MAX_TEXT = 200
+"""Largest number of characters of the text of a plain value in a table."""
 
 
 class TensorEntry(NamedTuple):
@@ -262,8 +263,8 @@ def _natural_key(text: str) -> list[str | tuple[int, str]]:
 
 
 def no_such_tensor(path: str, pattern: str, names: Iterable[str]) -> CheckpointNotFoundError:
-    """Returns the error, with near names, about a name or a glob that no tensor has."""
-    last = pattern.rsplit(".", 1)[-1]
+    """Returns the error about a name or glob that matches none of `names`; it lists near ones."""
+    last = pattern.rstrip(".").rsplit(".", 1)[-1]
     names = list(names)
     if below := [name for name in names if name.startswith(f"{pattern}.")]:
         shown = and_more(in_natural_order(below), 5)
@@ -277,7 +278,7 @@ def no_such_tensor(path: str, pattern: str, names: Iterable[str]) -> CheckpointN
 
 
 def file_rows(manifest: Manifest) -> list[dict[str, Any]]:
-    """Returns size, number of checksums and of chunks of each data file."""
+    """Returns name, size, and numbers of checksums and chunks of each data file, in the order of the manifest."""
     return [
         {
             "name": file.name,
@@ -289,9 +290,10 @@ def file_rows(manifest: Manifest) -> list[dict[str, Any]]:
     ]
 
 
-def plain_objects(opened: Opened) -> list[PlainSummary]:
-    """Returns all plain values in natural order; values of single ranks come with their rank. Tensors in values of
-    single ranks are read from the data files, others are left out. Raises the errors of a load.
+def plain_objects(opened: Opened, *, max_text: int) -> list[PlainSummary]:
+    """Returns all plain values in natural order, with texts of at most `max_text` characters; values of single ranks
+    come with their rank. Tensors in values of single ranks are read from the data files, other tensors are left out.
+    Raises the errors of a load.
     """
     # Decoding them needs torch, and no other command does.
     from bytecheckpoint.adapters.plain.manifest_trees import stored_leaves  # noqa: PLC0415
@@ -305,30 +307,30 @@ def plain_objects(opened: Opened) -> list[PlainSummary]:
     checkpoint = Checkpoint(source)
     trees = {fqn: stored_leaves(decode_plain(data), fqn) for fqn, data in opened.manifest.objects.items()}
     values = [item for of_tree in trees.values() for item in of_tree.items() if not isinstance(item[1], TensorRef)]
-    found = [_plain(fqn, None, value) for fqn, value in values]
+    found = [_plain(fqn, None, value, max_text) for fqn, value in values]
     for fqn in opened.manifest.rank_objects:
-        found += [_plain(fqn, rank, value) for rank, value in checkpoint.rank_values(fqn).items()]
+        found += [_plain(fqn, rank, value, max_text) for rank, value in checkpoint.rank_values(fqn).items()]
     order = NaturalOrder(plain.fqn for plain in found)
     return sorted(found, key=lambda plain: (order.key(plain.fqn), -1 if plain.rank is None else plain.rank))
 
 
-def _plain(fqn: str, rank: int | None, value: Any) -> PlainSummary:
-    return PlainSummary(fqn, rank, type(value).__name__, *plain_value(value))
+def _plain(fqn: str, rank: int | None, value: Any, max_text: int) -> PlainSummary:
+    return PlainSummary(fqn, rank, type(value).__name__, *plain_value(value, max_text=max_text))
 
 
-def plain_value(value: Any) -> tuple[Any, str]:
-    """Returns a plain value as JSON can hold it, and as text."""
-    text = _describe(value)
+def plain_value(value: Any, *, max_text: int = MAX_TEXT) -> tuple[Any, str]:
+    """Returns a plain value, or its text if JSON cannot hold it, and its text, of at most `max_text` characters."""
+    text = _describe(value, max_text)
     return value if _is_json(value) else text, text
 
 
-def _describe(value: Any) -> str:
+def _describe(value: Any, max_text: int) -> str:
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
     if shape and dtype is not None:
         return f"{str(dtype).removeprefix('torch.')} {shape_text(shape)}"
-    return shortened(repr(value), _MAX_TEXT)
+    return shortened(repr(value), max_text)
 
 
 def _is_json(value: Any) -> bool:

@@ -146,7 +146,9 @@ class CommitWatch:
                     yield from (name for name, held in deeper if layout.has_manifest(held))
 
     def _listings(self, folders: Sequence[str]) -> Iterator[tuple[str, Mapping[str, int | None]]]:
-        """Yields the root, and folders that were not seen; leaves out those that are gone or may not be listed."""
+        """Yields these folders with their entries; leaves out seen ones, except the root, and those that are gone or
+        may not be listed.
+        """
         for folder in folders:
             if folder in self._seen and folder:
                 continue

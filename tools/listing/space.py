@@ -53,8 +53,8 @@ class CheckpointSpace:
     """Bytes of data files that it reads and that lie elsewhere: a link to another checkpoint."""
     other_num_bytes: int
     """Bytes of all other files in its folder and in those that saves and the manager make there: manifest, telemetry,
-    marks, leftovers of abandoned saves; data files too if the manifest cannot be read. For another format, 0, or what
-    is left of a folder that has lost files."""
+    marks, leftovers of abandoned saves; data files too if the manifest cannot be read. For another format, 0, but for
+    one that cannot be read, the bytes of its file, or of what is left in its folder."""
     entries: Sequence[EntrySpace]
     """Empty if it is not committed, or the manifest cannot be read."""
     problem: str | None
@@ -83,7 +83,7 @@ def spaces_of(store: Store, listed: Sequence[ListedCheckpoint]) -> list[Checkpoi
 
 
 def space_of(found: FoundCheckpoint, item: ListedCheckpoint, list_folder: _ListFolder) -> CheckpointSpace:
-    """Returns the space of one checkpoint, of which `list_folder` lists the folders. Raises
+    """Returns the space of one checkpoint; `list_folder` returns the entries of a folder in its store. Raises
     CheckpointNotFoundError if it was deleted meanwhile, and StorageError.
     """
     file_bytes, linked_bytes, entries = 0, 0, list[EntrySpace]()
@@ -96,8 +96,11 @@ def space_of(found: FoundCheckpoint, item: ListedCheckpoint, list_folder: _ListF
         file_bytes = item.num_bytes
     other_bytes, problem = 0, item.problem
     try:
-        if item.format == OWN_FORMAT or _is_damaged_folder(item, list_folder):
+        if _owns_folder(found, item, list_folder):
             other_bytes = max(_bytes_below(item.folder, list_folder) - file_bytes, 0)
+        elif item.problem:
+            folder, name = (found.folder, found.foreign.file) if found.foreign else item.folder.rpartition("/")[::2]
+            other_bytes = list_folder(folder).get(name) or 0
     except (StorageError, UnsafeCheckpointError) as error:
         if error.kind not in {"permission", "path_escape"}:
             raise
@@ -123,13 +126,19 @@ def _found(store: Store, item: ListedCheckpoint, list_folder: _ListFolder) -> Fo
     size = list_folder(folder).get(name) if name else None
     if size is not None:
         return FoundCheckpoint(store, folder, find_file(store, folder, name, size))
-    return FoundCheckpoint(store, item.folder, find_folder(store, item.folder, list_folder(item.folder)))
+    entries = list_folder(item.folder)
+    foreign = None if layout.has_manifest(entries) else find_folder(store, item.folder, entries)
+    return FoundCheckpoint(store, item.folder, foreign)
 
 
-def _is_damaged_folder(item: ListedCheckpoint, list_folder: _ListFolder) -> bool:
-    """Returns True for a folder of another format that cannot be read, False for such a file."""
+def _owns_folder(found: FoundCheckpoint, item: ListedCheckpoint, list_folder: _ListFolder) -> bool:
+    """Returns True for a checkpoint of this library, also a link to one of another format, and for a folder of another
+    format that cannot be read.
+    """
     if item.format == OWN_FORMAT or not item.problem:
-        return False
+        return found.foreign is None
+    if found.foreign is not None:
+        return not found.foreign.file
     folder, _, name = item.folder.rpartition("/")
     return not name or list_folder(folder).get(name) is None
 

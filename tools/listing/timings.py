@@ -62,9 +62,9 @@ class TimedCheckpoint:
 def with_timings(
     store: Store, item: ListedCheckpoint, *, is_replacement: bool, is_last_try: bool = False
 ) -> TimedCheckpoint:
-    """Returns a checkpoint with the times of its save, from telemetry; without times if the storage does not permit to
-    list that, or it lies outside of the root. For other failures of the store raises StorageError, or returns it
-    without times if `is_last_try`.
+    """Returns a checkpoint with the times of its save, from telemetry. The times are None if there is no telemetry, or
+    it may not be read. Raises StorageError if the storage fails otherwise; with `is_last_try`, the times are None then
+    too.
     """
     ranks = _records_of(store, item, is_last_try=is_last_try)
     slowest = max(phases_of(ranks), key=lambda phase: phase.max_s, default=None)
@@ -87,7 +87,7 @@ def with_timings(
 
 
 def _records_of(store: Store, item: ListedCheckpoint, *, is_last_try: bool) -> Sequence[RankRecord]:
-    """Reads a save's telemetry; none if this may not be read. Raises other errors of the store, but in the last try."""
+    """Reads the telemetry of a save. Returns nothing where `with_timings` returns no times, and raises as it does."""
     try:
         return read_save_records(store, item.folder, item.save_id).ranks if item.save_id else []
     except (StorageError, UnsafeCheckpointError) as error:

@@ -36,7 +36,8 @@ def print_data_differences(screen: Screen, differences: Sequence[DataDifference]
         text = "samples are not counted"
         if between is not None:
             away = "B is ahead of A" if between > 0 else "A is ahead of B"
-            text = f"{count_text(abs(between), 'sample')} lie between A and B" + (f": {away}" if between else "")
+            lie = "lies" if abs(between) == 1 else "lie"
+            text = f"{count_text(abs(between), 'sample')} {lie} between A and B" + (f": {away}" if between else "")
         only = [(found.num_only_in_a, "A"), (found.num_only_in_b, "B")]
         only_text = "".join(f", {count_text(number, 'stream')} only in {letter}" for number, letter in only if number)
         screen.line(f"  {found.fqn}: {text}{only_text}")

@@ -86,8 +86,8 @@ class Part:
 
 
 def entry_part(fqn: str, tree: Any, manifest: Manifest) -> Part:
-    """Describes an entry by its plain data, `tree`. The part has no tensors, dtypes or sizes yet: `find_parts` adds
-    them. The manifest tells the state of a data loader, and a foreign format.
+    """Describes an entry by its plain data, `tree`; the manifest tells if it is of a data loader, and the format. The
+    part has no tensors, dtypes or sizes yet: `find_parts` adds them.
     """
     from bytecheckpoint.adapters.data.stream_wire import is_loader_state  # noqa: PLC0415 - it needs torch
 
@@ -132,7 +132,7 @@ def _optimizer(part: Part, tree: Mapping[str, Any]) -> Part:
 
 
 def _object(part: Part, tree: Mapping[str, Any], *, is_own: bool) -> Part:
-    """Returns the part for a dict of several things: the state of one object, or mere tensors if it is of another
+    """Returns the part for a dict of several things: the state of one object, or only tensors if it is of another
     format (`is_own` is False) and has neither a model nor an optimizer in it.
     """
     models = [str(key) for key, item in tree.items() if is_model_state(item) and _has_model_names(str(key), item)]
@@ -145,7 +145,7 @@ def _object(part: Part, tree: Mapping[str, Any], *, is_own: bool) -> Part:
 
 
 def rank_part(fqn: str, value: Any) -> Part:
-    """Describes a value that each rank has saved by that of one rank, as `entry_part` does an entry."""
+    """Describes an entry of which each rank has saved a value of its own; `value` is that of any rank."""
     if isinstance(value, dict) and {"python", "numpy", "torch"} <= value.keys():
         return Part(name=fqn, kind="random numbers", holds="generators of each rank", into="a bcp.RngState")
     return Part(name=fqn, kind="values of ranks", holds=_value_text(value), into=None, is_by_rank=True)

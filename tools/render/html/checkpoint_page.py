@@ -115,7 +115,7 @@ def _histograms(shown: ReportContents) -> Iterator[str]:
 
 
 def _largest_by_count(summary: ManifestSummary, tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """Returns the largest tensor of those with the same number of chunks and the same number of dimensions."""
+    """Returns the largest tensor of each number of chunks and number of dimensions, the largest of all first."""
     largest: dict[tuple[int, int], TensorEntry] = {}
     for tensor in sorted(tensors, key=lambda tensor: -tensor.num_bytes):
         largest.setdefault((summary.num_chunks_of(tensor), len(tensor.shape)), tensor)

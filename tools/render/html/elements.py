@@ -63,7 +63,7 @@ def color(number: int, *, lightness: int = 68) -> str:
 
 
 def fitted(label: str, width: float) -> str:
-    """Shortens a label to so many pixels at the size of a picture's text; returns "" if too little would be left."""
+    """Shortens a label to `width` pixels of a picture's text; returns "" if fewer than 4 characters would be left."""
     max_chars = int(width / 6.6)
     shown = printable(label)
     return shown if len(shown) <= max_chars else shown[: max_chars - 1] + "…" if max_chars >= 4 else ""

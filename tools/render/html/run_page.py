@@ -30,7 +30,7 @@ class RunRow(NamedTuple):
 
     @property
     def rate(self) -> float | None:
-        """Bytes a second."""
+        """Bytes a second; None if the times are not known."""
         return self.item.num_bytes / self.timings.seconds if self.timings.seconds else None
 
 
