@@ -128,7 +128,7 @@ class _Plan(NamedTuple):
 
 def convert(request: ConvertRequest, ranks: Ranks, *, progress: Progress) -> Converted:
     """Writes the target, on all ranks together, and closes `ranks`. On a rank that writes files, calls `progress` with
-    the number of bytes; it returns a context manager of a function that gets the bytes of each block written.
+    the number of bytes to write; the function that its context yields is called with the length of each block written.
 
     Raises the errors of a load and of a save. The target is not there then, or as it was before, unless the file that
     makes it exist, which is written after the files of all ranks, was written already or may have been.
@@ -308,7 +308,7 @@ def _write(
 
 
 def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
-    """Writes the file that makes the target exist, unless that is a sole file; then removes files that it replaces."""
+    """Writes the last file, which makes the target exist, if the plan has one; then removes files that are replaced."""
     store, target = plan.place.store, plan.target
     replaced: Sequence[str] = plan.stale
     if target.last_name == layout.MANIFEST_NAME and overwrite:

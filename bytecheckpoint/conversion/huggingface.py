@@ -63,7 +63,7 @@ def plan_hf(
 
 
 def left_out_values(manifest: Manifest, selection: Selection) -> list[LeftOut]:
-    """Returns one record for each entry with plain data, and each object of ranks: an HF target has no place for it."""
+    """Returns a record per entry with plain data and per object that differs by rank: an HF target has neither."""
     names = [fqn for fqn, tree in selection.trees.items() if has_plain_data(tree)]
     return [LeftOut(fqn, 0, 0, "plain data") for fqn in [*names, *manifest.rank_objects]]
 

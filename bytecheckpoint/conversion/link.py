@@ -27,8 +27,8 @@ def link_manifest(
     view: MappedView, request: SelectionRequest, *, source: str, target: str
 ) -> tuple[Manifest, Selection]:
     """Returns the manifest to write in the folder `target`, which points to files below the folder `source`, and the
-    selection that it holds. If the request is to "hf", it has no plain data. Both folders are paths or URLs as stores
-    show them.
+    selection that it holds. For "hf", the manifest has no plain data. Both folders are paths or URLs as stores show
+    them.
 
     Raises CheckpointMismatchError (conflict) if the request needs more than a manifest.
     """

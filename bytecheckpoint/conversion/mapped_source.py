@@ -36,8 +36,8 @@ class MappedView(NamedTuple):
     """Framework of the source and of the target."""
 
     def made_of_stored(self, wanted: Sequence[WantedTensor]) -> list[WantedTensor]:
-        """Returns `wanted`, whose pieces are whole tensors of the view, with the pieces of stored tensors of which the
-        map makes these.
+        """Returns `wanted` with each piece, a whole tensor of the view, replaced by the pieces of stored tensors from
+        which the map makes it.
         """
         if self.pieces is None:
             return list(wanted)

@@ -163,7 +163,7 @@ def scratch_bytes_of(memory_bytes: int) -> int:
 
 def window_bytes_of(memory_bytes: int, longest_file: int) -> int:
     """Returns the length in bytes of each of the NUM_WINDOWS windows, which share the memory that `scratch_bytes_of`
-    leaves: a multiple of BLOCK_BYTES, and no more than the longest file needs.
+    leaves: a multiple of BLOCK_BYTES, at most 128 MiB, and no more than the longest file needs.
     """
     room = (memory_bytes - scratch_bytes_of(memory_bytes)) // NUM_WINDOWS
     return max(1, min(128 << 20, room, longest_file + BLOCK_BYTES - 1) // BLOCK_BYTES) * BLOCK_BYTES
@@ -199,8 +199,8 @@ class ReadAhead:
 
     @contextmanager
     def content(self, block: Block) -> Iterator[memoryview]:
-        """Lends the bytes of a block, which is written when the context ends. Blocks have to be requested in ascending
-        order.
+        """Lends the bytes of a block, which counts as written when the context ends. Blocks have to be requested in
+        ascending order.
 
         Waits until the block's window is read, and before that until earlier windows are written and free: so a store
         that has got blocks must write them without waiting for later ones. Raises the error of another block that was

@@ -88,7 +88,7 @@ def verify_checkpoint(
     rng: random.Random,
     on_progress: Callable[[int], None],
 ) -> Verification:
-    """Checks the files and the tiling of the tensors of a checkpoint whose manifest was read, and validated by that.
+    """Checks the files of a checkpoint, and that chunks tile its tensors. Reading the manifest has validated the rest.
 
     Args:
         threads: Reads in flight; each takes READ_BYTES of memory.

@@ -76,9 +76,9 @@ def find_step(store: Store, step: int | None, listing: Mapping[str, int | None])
 def find_unfinished_error(
     store: Store, step: int | Literal["latest"] | None, listing: Mapping[str, int | None]
 ) -> CheckpointNotFoundError | None:
-    """Returns the error for a path at which `find_folder` and `find_step` find nothing, if a part of a foreign
-    checkpoint is missing: in the folder of the int step, else in the root; for "latest", also in the folder of the
-    latest step, or that folder itself, where there are steps. Returns None for anything else.
+    """Returns the error for a path at which `find_folder` and `find_step` find nothing, if a foreign checkpoint lacks a
+    part: in the folder of an int step, else in the root. For "latest", also if the folder of the latest step lacks a
+    part or is missing, or if no file names one of the steps as the latest. Returns None for anything else.
     """
     if isinstance(step, int):
         found = (unfinished.unfinished_error(store, name) for name in _folders_among(_names_of(step), listing))

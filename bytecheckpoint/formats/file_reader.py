@@ -101,7 +101,7 @@ class FileReader:
 
 
 def visit_places(places: Iterable[tuple[FileReader, int, Place]], visit: Callable[[FileReader, Place], object]) -> None:
-    """Calls `visit` once for each place, in several threads; the reader it gets is of its thread. `places` has the file
+    """Calls `visit` once for each place, perhaps in several threads, each with its own reader. `places` has the file
     and byte offset of each, sorted. CheckpointCorruptError and UnsafeCheckpointError of a visit are not raised: the
     caller visits each place again, in order, so that the same error is raised every time.
     """

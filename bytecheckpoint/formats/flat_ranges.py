@@ -106,5 +106,5 @@ def divided_runs(
 
 
 def divided_share(shape: Sequence[int], num_ranks: int) -> int:
-    """Returns the number of elements of a tensor that ZeRO 3 gives each rank, the last ranks' with padding."""
+    """Returns the number of elements, with padding, that each rank has of a tensor which ZeRO 3 has divided."""
     return -(-prod(shape) // num_ranks)

@@ -103,7 +103,7 @@ class SourceFolder:
         return opened
 
     def name_unread_files(self) -> None:
-        """Notes in the builder what is left out: unread files whose names end as those of tensors, and unread folders
+        """Notes in the builder what is left out: unread files with an extension of tensor files, and unread folders
         that have such files, or that may not be listed.
         """
         builder, why = self.builder, "not among the files of the checkpoint, which were read"

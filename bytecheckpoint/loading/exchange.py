@@ -267,7 +267,7 @@ class _Exchange(ConnectedThreads):
             raise
 
     def _relay(self, reader: int, fetches: Sequence[Fetch]) -> None:
-        """Receives, from a reader rank on another host, what any rank of this host wants, and passes it on to them."""
+        """Receives, from a reader rank on another host, what ranks of this host want, and passes it on to them."""
         self._host.wait_for_requests()
         awaited: dict[tuple[int, int], tuple[Fetch, tuple[ByteRange, ...]]] = {}
         for fetch in fetches:
@@ -291,7 +291,7 @@ class _Exchange(ConnectedThreads):
             connection.send_ack()
 
     def _connect(self, reader: int, request: bytes, *, timeout_s: float) -> Connection:
-        """Connects to the reader rank. If this rank has failed meanwhile, tells that one and raises PeerLeftError."""
+        """Connects to the reader rank. If this rank has failed meanwhile, tells the reader and raises PeerLeftError."""
         self._untold.discard(reader)
         try:
             connection = self._connection_to(reader, self._assigned.addresses[reader], request, timeout_s=timeout_s)

@@ -63,8 +63,8 @@ def opening_at(path: str, opening: Opening, *, follow_links: bool) -> Opening:
 
 
 def sample_ranges(byte_length: int, directory_offset: int | None) -> list[tuple[int, int]]:
-    """Returns offset and length of each sample of a file, in file order: its begin, some in between, and its end; all
-    of a short file. For an archive, the end is its whole directory from `directory_offset` on, up to MAX_SAMPLE_BYTES.
+    """Returns offset and length of each sample of a file, in file order: its beginning, parts in between, and its end;
+    all of a short file. For an archive, the end is its directory from `directory_offset` on, up to MAX_SAMPLE_BYTES.
     """
     if byte_length <= 2 * _END_BYTES:
         return [(0, byte_length)] if byte_length else []

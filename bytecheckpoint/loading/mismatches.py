@@ -267,7 +267,7 @@ def refuse_unused_globs(stored: CheckpointView, path: str) -> None:
 
 
 def _unused_texts(rules: Sequence[UnusedRule], stored: CheckpointView) -> list[str]:
-    """Returns a text for each rule, that it matches nothing; only the first, which are shown, come with advice."""
+    """Returns a text for each rule, that it matches nothing; the first ten, which are shown, come with advice."""
     names = stored.names_of_all_ranks if rules else set()
     parts = (name.split(".") for name in names)
     around = {".".join(of_name[:count]) for of_name in parts for count in range(1, len(of_name))}

@@ -40,7 +40,7 @@ class PlainData:
     """The selected part of a checkpoint's plain data."""
 
     def __init__(self, manifest: Manifest, selection: Selection, request: SelectionRequest) -> None:
-        """Raises CheckpointMismatchError (conflict) if `rename` parts an optimizer from its parameters."""
+        """Raises CheckpointMismatchError (conflict) if `rename` separates an optimizer from its parameters."""
         self._manifest = manifest
         self._selection = selection
         self._request = request

@@ -107,13 +107,11 @@ class Source:
         return max_bytes_at_once(self.store, scratch_bytes=self._scratch_bytes, threads=self.options.reader_threads)
 
     def showing(self, manifest: Manifest) -> Source:
-        """Returns a source of the same checkpoint with this manifest, and `changes` of its own; itself if it has it."""
+        """Returns a source of the same checkpoint with this manifest: itself, or one with `changes` of its own."""
         return self if manifest is self.manifest else self._again(manifest)
 
     def apart(self) -> Source:
-        """Returns a source of the same checkpoint for reads into memory that is no part of the state: with `changes` of
-        its own.
-        """
+        """Returns a source of the checkpoint, with `changes` of its own, for reads into memory outside the state."""
         return self._again(self.manifest)
 
     def _again(self, manifest: Manifest) -> Source:
@@ -220,7 +218,7 @@ class Source:
             )
 
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
-        """Carries out a plan that was made for these shards, alone; also fills the zeros that lie in no file."""
+        """Carries out a plan for these shards without other ranks; also fills the zeros that lie in no file."""
         self.expect_bytes(fetches)
         with streams_to(TargetShards.of(shards).tensors_without_address) as lanes:
             targets = self.targets(shards, stored_fqns, lanes)

@@ -26,8 +26,8 @@ comparing them would take too much memory.
 
 
 class Overlaps(NamedTuple):
-    """Pairs of numbers of shards. Shards that share no memory are chosen to be filled; each other one is the second of
-    one pair, whose first was chosen.
+    """Pairs of shard numbers. The first shard of a pair was chosen to be filled; the second shares memory with it, and
+    is in no other pair.
     """
 
     within: list[tuple[int, int]]

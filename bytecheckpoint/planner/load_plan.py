@@ -71,7 +71,7 @@ class _FileParts(NamedTuple):
 
     @classmethod
     def of(cls, rows: np.ndarray) -> _FileParts:
-        """Returns the parts of a file of which so far only `rows` are known: a row a part, with a FlatPart's fields."""
+        """Returns the parts of a file of which so far only `rows` are known: one per part, with a FlatPart's fields."""
         return cls(FlatParts(rows), [], {})
 
     @property

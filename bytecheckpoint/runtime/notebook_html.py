@@ -26,7 +26,7 @@ def rows_html(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], nu
 
 
 def facts_html(title: str, facts: Mapping[str, object]) -> str:
-    """Returns HTML: a title, and a table of names and values without values that are None or empty."""
+    """Returns HTML: a title, and a table of names and values, without rows for values that are None or empty."""
     rows = [
         (name, value_text(value))
         for name, value in facts.items()

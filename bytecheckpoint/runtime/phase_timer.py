@@ -30,7 +30,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time of what it surrounds to a phase, and its span, also if that fails."""
+        """Adds the time of what it surrounds to the phase `name`, and notes its start and end, also if that fails."""
         start = self.total
         try:
             yield

@@ -167,7 +167,7 @@ class ThreadPool:
 
     def begin(self, name: str, do: Callable[[], object]) -> None:
         """Calls `do` on an idle thread, or on a new one if none is idle, with the priority that the caller has now.
-        Does not wait for it; an exception of it goes to threading.excepthook.
+        Does not wait for it; an exception that it raises goes to threading.excepthook.
 
         Raises RuntimeError, with nothing done, if there can be no more threads, or the interpreter is exiting.
         """

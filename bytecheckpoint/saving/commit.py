@@ -112,7 +112,7 @@ def raising_superseded(target: SaveTarget) -> Iterator[None]:
 
 
 def remember_files(prepared: PreparedSave, files: SaveFiles, written: Sequence[DataFile]) -> None:
-    """Keeps the records of this rank's files in a checkpoint that was just committed, if later saves may reuse them."""
+    """Keeps, after the commit of a save, the records of this rank's files that later saves may reuse."""
     if prepared.reuse is not None:
         reusable = tuple(file for file in written if file.content_digest)
         newest = ReusableFiles(files.save_id, files.target.folder, reusable)
@@ -135,8 +135,8 @@ def warn_of_slow_phases(prepared: PreparedSave, reports: Sequence[TimedReport], 
 
 def commit_together(call: SaveCall, files: SaveFiles, content: bytes, info: bytes) -> CheckpointInfo:
     """Commits a save whose files every rank has reported: the coordinator creates the manifest of the bytes `content`
-    and sends `info` to all ranks, each of which returns it with its own seconds. Ignores both on the other ranks. Then
-    the coordinator deletes the files of a replaced checkpoint, and garbage.
+    and sends `info` to all ranks, each of which returns it with its own seconds. The other ranks ignore both arguments.
+    Then closes `ranks`, and the coordinator deletes the files of a replaced checkpoint, and garbage.
     """
     ranks, about, timer = call
     target, is_coordinator = files.target, ranks.rank == COORDINATOR

@@ -141,7 +141,7 @@ def make_local_plan(
 
 def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
     """Returns this rank's part of the global plan, made now or cached by all ranks. A new plan goes into the cache, and
-    the coordinator warns of small replicas that differ in it.
+    the coordinator warns if it has found small replicas that differ.
 
     Raises CheckpointMismatchError (conflict, coverage) if the local plans contradict one another, and
     CheckpointSaveError (unsupported_value) if the state has no entry on any rank.

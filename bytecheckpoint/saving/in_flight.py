@@ -253,7 +253,7 @@ class SavesInFlight:
                 progress.is_numbered.wait()
 
     def wait_until_staged(self) -> None:
-        """Waits until no save in flight needs the state; stages parts of lazy ones. Raises on an awaited thread."""
+        """Waits until no save in flight needs the state; stages and raises like `SaveProgress.wait_until_staged`."""
         for progress in self._all:
             progress.wait_until_staged()
 
@@ -334,7 +334,7 @@ class ProcessState:
     def check_writable(self, store: Store, ranks: Ranks) -> None:
         """Raises the error that a write to the store would raise, so that a save fails before anything is staged.
 
-        Only the coordinator checks, only a store that is no local folder, and each until it was once found writable.
+        Only the coordinator checks, only a store that is no local folder, and each until it was found writable once.
         """
         place = full_location(store, "")
         if ranks.rank == COORDINATOR and isinstance(store, RemoteStore) and place not in self._writable:
@@ -342,7 +342,7 @@ class ProcessState:
             self._writable.add(place)
 
     def reset_in_child(self) -> None:
-        """Forgets, in a forked child, all that the parent kept. Waits for the parent's saves raise an error here."""
+        """Forgets, in a forked child, all that the parent kept. To wait there for a save of the parent is an error."""
         for progress in self.saves._all:
             progress.leave_to_parent()
         self.saves.reset()
@@ -373,7 +373,7 @@ def wait_until_numbered() -> None:
 
 
 def wait_until_staged() -> None:
-    """Waits until no save in flight needs the state. Helps and raises like the method of SavesInFlight."""
+    """Waits until no save in flight needs the state. Stages and raises like the method of SavesInFlight."""
     for state in _STATE.values():
         state.saves.wait_until_staged()
 

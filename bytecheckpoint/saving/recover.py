@@ -290,8 +290,8 @@ def _write_root_objects(
     verdicts: Sequence[RecoveryVerdict],
     storage_options: Mapping[str, Any] | None,
 ) -> None:
-    """Writes, for the saves that this rank commits, the objects that their journals list as to be written before the
-    commit: those in the folder of each save, and for the newest save of each root all.
+    """For the saves that this rank commits, writes the objects that their journals list, as a save does before its
+    commit: all for the newest save of each root, and for the others only those in the folder of the save.
     """
     newest: dict[str, str] = {}
     for verdict in verdicts:  # oldest save first

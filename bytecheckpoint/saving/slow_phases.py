@@ -16,7 +16,7 @@ _MIN_EXTRA_S = 1.0
 _MIN_EARLIER = 3
 _MAX_EARLIER = 16
 _MAX_ROOTS = 64
-"""Pairs of root and number of ranks that are kept: with a path of its own for each save, they would be ever more."""
+"""Limit of pairs of root and number of ranks: there is one more for each save that has a path of its own."""
 _ALIKE = 1.5
 """Saves whose bytes differ by a greater factor are not compared."""
 _COMPARED = ("plan", "stage", "write", "upload", "commit")

@@ -38,7 +38,7 @@ class SaveCall(NamedTuple):
 
     @contextmanager
     def phase(self, name: Literal["wait", "plan", "stage"]) -> Iterator[None]:
-        """Surrounds one phase before the writing: times it, and raises an error of one rank in it on all."""
+        """Surrounds one phase before the writing: times it, and raises an error of one rank on all ranks."""
         doing = f"{_DOING[name]} to {self.about.path}"
         with together(self.ranks, doing, about=self.about), self.timer.phase(name):
             yield
@@ -95,7 +95,7 @@ class SaveTarget(NamedTuple):
 
     @property
     def save_id_prefix(self) -> str:
-        """First characters of the save id, which only the coordinator makes; empty without an owner."""
+        """First characters of the save id; empty without an owner, as on ranks other than the coordinator."""
         return self.owner.save_id_prefix if self.owner is not None else ""
 
     def may_replace(self) -> bool:

@@ -101,7 +101,7 @@ def compress_file(
 ) -> CompressedFile:
     """Compresses a file that was planned with codecs into this memory, which must not change until the file is written.
     `contents` are its planned blocks with their content: the next one is prefetched only while `second_block` is free.
-    Calls `on_compressed` and `on_checksum`, on any thread, with the seconds that each frame and its checksum took.
+    For each frame, calls `on_compressed` and `on_checksum`, on any thread, with the seconds that each step took.
 
     Raises the errors of the blocks.
     """
@@ -236,8 +236,8 @@ class _CompressedChunk:
 def _frames_in(
     frames: Iterator[tuple[_CompressedChunk, int]], memory: memoryview
 ) -> Iterator[tuple[_CompressedChunk, int, memoryview]]:
-    """Takes from `frames` as many as this block has, each a chunk and a frame's number in it. Yields each with its raw
-    bytes.
+    """Takes the frames of this block from `frames`: each is a chunk and the frame's number in that chunk. Yields each
+    with its raw bytes.
     """
     start = 0
     while start < memory.nbytes:

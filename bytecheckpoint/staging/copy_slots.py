@@ -37,7 +37,7 @@ class CopySlots:
         """Ids of the saves of which another host could not hold all copies."""
 
     def begin_save(self) -> None:
-        """Lets `take` choose slots for a new save, and forgets those that somebody has deleted."""
+        """Lets `take` choose slots for a new save, and forgets slots whose files were deleted by others."""
         self._taken, self._slots = {}, slot_file.without_lost(self._slots)
 
     def take(self, owner: int, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
@@ -60,7 +60,7 @@ class CopySlots:
     def mark_whole(
         self, owner: int, save_id: str, step: int, lengths: Sequence[int], *, numbers: Sequence[int] = ()
     ) -> None:
-        """Marks a copy as whole. `numbers` are those in the names of its files; empty if it has all of the owner's."""
+        """Marks a copy as whole. `numbers` are in the names of its files; empty if it has all files of the owner."""
         self._taken[owner].mark_whole(save_id, step, owner, lengths, files=[(owner, number) for number in numbers])
 
     def doubt(self, save_id: str) -> None:

@@ -124,7 +124,7 @@ class JobMemory:
 
     def doubt(self, save_id: str) -> None:
         """Counts this save, which is whole on all ranks, among the needed ones: others may learn that it is complete
-        while this rank does not. Removes the manifests of earlier doubted saves that failed, and needs them no more.
+        while this rank does not. Earlier doubted saves that failed are needed no more: removes their manifests.
         """
         self._settled = {*self._without_failed(), save_id}
         self._doubted = save_id
@@ -136,9 +136,9 @@ class JobMemory:
         self._failed |= {self._doubted} - {""}
 
     def settle(self, save_id: str, *, is_protected: bool = False) -> None:
-        """Makes this save, which is complete on all hosts, or from which all ranks have resumed, the needed one; unless
-        `is_protected`, beside the `protected_save`. `is_protected` is True if this save survives the loss of a host, or
-        none can. Unlinks unneeded slots of this process beyond two slots in all, or three if two saves have slots.
+        """Makes this save, complete on all hosts or resumed from by all ranks, the only needed one, beside the
+        `protected_save` unless `is_protected`: that is True if this save survives the loss of a host, or no save can.
+        Unlinks unneeded slots of this process beyond two slots in all, or three if two saves have slots.
         """
         # First: if anything here fails, the save is complete all the same.
         self._newest, self._doubted, self._failed = save_id, "", set()
@@ -244,8 +244,8 @@ class JobMemory:
             logger.warning("memory checkpoints go on without a look at %s: %s", store, error.message)
 
     def check_step(self, store: Store, step: int, path: str) -> None:
-        """Raises CheckpointExistsError if the step is committed at the path. A remote store, which may be slow or away,
-        is asked only for a step that `look_at` has found or this process has committed since.
+        """Raises CheckpointExistsError if the step is committed at the path. After `look_at`, a remote store, which may
+        be slow or away, is asked only for a step that was found or that this process has committed since.
         """
         self.look_at(store)
         may_exist = not is_remote(store) or step in (self._present or ())

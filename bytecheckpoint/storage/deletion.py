@@ -69,8 +69,8 @@ def delete_checkpoint(store: Store, folder: str) -> None:
     """Deletes the committed checkpoint in a folder: its manifest, then the files that its save has written, and the
     pin, records and leases that a manager has put beside it.
 
-    Raises like `read_manifest`, `Store.list` and `Store.delete` before or while it deletes the manifest, and then
-    deletes nothing else. A file that cannot be deleted after it is garbage, and logged instead of raised.
+    If this fails before the manifest is deleted, raises like `read_manifest`, `Store.list` and `Store.delete`, and
+    deletes nothing. A later failure is logged and not raised: the files that stay are garbage.
     """
     names = [*written_files(store, folder, read_manifest(store, folder)), *side_objects(store, folder)]
     if PIN_NAME in store.list(folder):

@@ -98,8 +98,8 @@ def find_leftovers(store: Store, folder: str) -> Garbage:
     """Returns the files below a folder that saves have made and no committed checkpoint needs. Those of saves that
     still run are among them: use `Leftover.is_dead` before you remove any.
 
-    Unfinished uploads that may not be listed, and folders whose manifest cannot be read, are left out, and the result
-    says so; other failures raise StorageError. The files of a single save beside a committed manifest count as needed.
+    Leaves out all unfinished uploads if it may not list them, and folders whose manifest cannot be read; the result
+    says so. Other failures raise StorageError. The files of a single save beside a committed manifest count as needed.
     """
     objects = list(inventory_of(store, folder))
     by_folder: dict[str, dict[str, Leftover]] = {}

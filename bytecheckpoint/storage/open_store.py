@@ -69,7 +69,7 @@ def expand_home(path: str) -> str:
 
 
 def absolute_path(path: str) -> str:
-    """Returns the absolute path for a local path or URL, and any other URL unchanged."""
+    """Returns the absolute path for a local path or a local URL, with `~` expanded, and any other URL unchanged."""
     return os.path.abspath(_LOCAL_URL.sub("", expand_home(path))) if is_local(path) else path  # noqa: PTH100 - text
 
 
@@ -79,8 +79,8 @@ def is_local(path: str) -> bool:
 
 
 def is_plain_path(path: str) -> bool:
-    """Returns False for an empty text and for a URL, also for one that lost a slash: a URL may hold credentials, which
-    must not be taken for parts of a path.
+    """Returns True for a path; False for an empty text and for a URL, also one that lost a slash: a URL may hold
+    credentials, which must not be taken for parts of a path.
     """
     return bool(path) and "://" not in path and "::" not in path and not _is_collapsed_url(path)
 

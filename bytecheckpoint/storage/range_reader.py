@@ -185,7 +185,7 @@ def _read(
     fill: _Fill, name: str, fetch: Fetch, target: AbstractContextManager[memoryview], extents: _FileExtents | None
 ) -> None:
     """Fills the target of a fetch, compares its bytes with the checksums, and calls `fetch.place`. For damaged bytes,
-    raises CheckpointCorruptError (checksum) instead of that call.
+    raises CheckpointCorruptError (checksum) instead of that call; the target is filled all the same.
     """
     check = _Check(extents, name, fetch)
     with target as buffer:

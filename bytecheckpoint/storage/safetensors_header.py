@@ -240,7 +240,7 @@ def decode_header(data: bytes | bytearray) -> SafetensorsHeader:
 
 def _num_repeated(text: bytes, num_tensors: int, metadata: Mapping[str, str] | None) -> int:
     """Returns how many names, at any depth, repeat another name of the same JSON object: a decoder returns only the
-    last. `num_tensors` and `metadata` are of what the decoder has returned.
+    last. `num_tensors` and `metadata` are from the decoder's result.
     """
     # A cheap check: without escapes, a tensor has these strings: its name, three keys, its dtype.
     num_strings = 5 * num_tensors + (0 if metadata is None else 1 + 2 * len(metadata))

@@ -290,7 +290,7 @@ def root_object(store: Store, name: str, content: bytes) -> RootObject:
 
 
 def write_root_objects(store: Store, folder: str, objects: Sequence[RootObject]) -> None:
-    """Writes those objects whose content is still their `before`. Their names are inside this folder of the store."""
+    """Writes those objects whose content is still their `before`. Their names are relative to `folder`."""
     for each in objects:
         name = join_name(folder, each.name)
         if _read(store, name) == each.before:

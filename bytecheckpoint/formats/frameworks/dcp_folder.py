@@ -115,8 +115,8 @@ class _DcpFolder:
                 file.raise_damaged(f"it has {file.byte_length} bytes, and {what}", kind="truncated")
 
     def find_all(self, metadata: Metadata) -> None:
-        """Reads ahead what `add_tensor` and `read_objects` need of each archive, several at a time. They, not this,
-        raise for damage.
+        """Reads ahead what `add_tensor` and `read_objects` need of each archive, several at a time. Those two raise for
+        damage; this does not.
         """
         tensors = [item for tensor in metadata.tensors.values() for _, item in tensor.chunks if item.tensor is None]
         one_of_each = {item.byte_length: item for item in tensors}  # the others may have the same head

@@ -124,7 +124,7 @@ class _ZeroFiles(NamedTuple):
 def buffers_of(files: Sequence[SavedFile], views: Sequence[Any], what: str) -> tuple[list[flat_ranges.FlatBuffer], str]:
     """Returns where the flat tensor of each file lies, and their dtype. `what` names them in errors.
 
-    Raises CheckpointCorruptError (bad_manifest) for another value, and for tensors of several dtypes.
+    Raises CheckpointCorruptError (bad_manifest) for a value that is no flat tensor, and for tensors of several dtypes.
     """
     buffers = [saved.buffer(view, what) for saved, view in zip(files, views, strict=True)]
     first = buffers[0][1]

@@ -71,8 +71,8 @@ def refuse_other_backends(backend: str | None, path: str, *, has_metadata: bool)
 
 
 def with_common_state(root: dict[Any, Any], source: SourceFolder) -> dict[Any, Any]:
-    """Returns the state as Megatron has it: each object without the list of one in which files have it, and with the
-    common state. Sets the builder's step from the common state.
+    """Returns the state as Megatron has it: with each object taken out of the list of one in which files have it, and
+    with the common state. Sets the builder's step from the common state.
     """
     state = {
         key: value[0] if _SHARDED_OBJECT.search(str(key)) and type(value) is list and len(value) == 1 else value

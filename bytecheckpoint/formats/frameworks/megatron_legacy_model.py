@@ -118,8 +118,8 @@ class Model:
             self._num_layers[prefix] = self._num_layers.get(prefix, 0) + len(numbers)
 
     def _by_name(self, key: str, files: list[RankFile]) -> _Stage:
-        """Returns the parts of each tensor of a stage by name, with experts numbered across the model. Of tensors of no
-        expert, only the first expert-parallel ranks' are returned; the copies of the others must be equal.
+        """Returns the parts of each tensor of a stage by name, with experts numbered across the model. Of a tensor that
+        is no expert's, returns those of the first expert-parallel ranks; the copies of the others must be equal.
         """
         values = {file.rank: _values_of(file, key) for file in files}
         first = values[files[0].rank]

@@ -176,7 +176,7 @@ class SavedFile(NamedTuple):
 
     def buffer(self, view: Any, what: str) -> tuple[FlatBuffer, str]:
         """Returns where a flat tensor lies, and its dtype. Raises CheckpointCorruptError (bad_manifest) for a `view`
-        that is no flat tensor.
+        that is no flat tensor, or reaches out of its storage.
         """
         if not isinstance(view, StoredView) or len(view.shape) != 1 or (view.shape[0] > 1 and view.strides[0] != 1):
             raise damaged(self.path, f"{what} is not a flat tensor")

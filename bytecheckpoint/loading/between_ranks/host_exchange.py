@@ -93,7 +93,7 @@ class HostExchange:
 
     def announce(self, unit: Unit, part: ArenaPart) -> None:
         """Tells every rank that has asked for this unit to take it from this part of the memory, which is held until
-        each has. Waits while a rank has no room for the message.
+        each has done so. Waits while a rank has no room for the message.
         """
         now = time.monotonic()
         for rank in {rank for ranks in self.requests.get(unit, {}).values() for rank in ranks}:
@@ -104,7 +104,7 @@ class HostExchange:
             self._send(rank, _READY, file=file, byte_offset=byte_offset, **where)
 
     def beat(self) -> None:
-        """Tells takers that this rank makes progress, unless it did so within `heartbeat_s`. Does not block."""
+        """Tells takers that this rank makes progress, at most once in `heartbeat_s`. Does not block."""
         now = time.monotonic()
         if now - self._beat_at >= self._heartbeat_s:
             self._beat_at = now

@@ -47,7 +47,7 @@ class RankPlan:
     global_plan: SavePlan | None = None
     """None except on the coordinator."""
     writers: Mapping[str, int] = field(default_factory=dict)
-    """A rank that writes of each tensor, by FQN; empty except on the coordinator."""
+    """One of the ranks that write a tensor, by FQN; empty except on the coordinator."""
     written: WrittenTensors | None = None
     """Set on the coordinator by the first save with this plan that builds its manifest and has all chunks where the
     plan has them; None while compression puts some elsewhere, because these places vary from save to save.

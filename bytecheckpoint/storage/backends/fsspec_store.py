@@ -335,7 +335,7 @@ class FsspecStore:
             return False
 
     def _has_sent(self, upload: FsspecUpload) -> bool | None:
-        """Returns True if the object is there as it was sent, False if another one is; None if neither, or unknown."""
+        """Returns True if the object is there as it was sent, False if another one is, None if none or on an error."""
         with suppress(CheckpointError), self._translated(self._shown, read_error):
             return bool(self._info(upload.path)) and upload.is_at(self._fs)
         return None

@@ -49,8 +49,8 @@ _CANNOT_REPLACE = {
 
 
 class BackendContext(Protocol):
-    """Makes the context for calls to the backend, which translates their errors. With `may_be_done`, it looks after a
-    failed call whether that was carried out, and raises nothing if so.
+    """Makes the context for calls to the backend. The context translates their errors; with `may_be_done`, it checks
+    whether a failed call was carried out all the same, and raises nothing if so.
     """
 
     def __call__(self, *, may_be_done: bool = False) -> AbstractContextManager[None]: ...
@@ -157,7 +157,7 @@ def _abandon(file: Any, backend: BackendContext) -> None:
 
 
 def _send_and_move(fs: Any, upload: FsspecUpload, blocks: Sequence[Block], backend: BackendContext) -> None:
-    """Writes the object under a temporary name, then moves it to its own. If that fails, deletes the temporary."""
+    """Writes the object under a temporary name, then moves it to its own; deletes the temporary object on an error."""
     folder, _, name = upload.path.rpartition("/")
     temporary = f"{folder}/{temporary_name(name)}"
     with backend():

@@ -234,7 +234,7 @@ class LocalStore:
                     yield StoredObject(file[len(self._root) :].lstrip("/"), status.st_size, status.st_mtime)
 
     def _path_of_name(self, name: str) -> str:
-        """Returns the path below the root. Raises like `_resolve` for its folder; the last part may be any link."""
+        """Returns root joined with name. Raises like `_resolve` for its folder; the last part may be any link."""
         folder, _, last = check_name(name).rpartition("/")
         self._resolve(folder)
         return os.path.join(self._root, folder, last)

@@ -55,7 +55,7 @@ def write_error(
 
 
 def read_error(error: BaseException, path: str, *, reason: str, doing: str = "read") -> CheckpointError:
-    """Makes the error for a failed read, or other call that `doing` names, such as "list" or "delete":
+    """Makes the error for a failed read, or for another call, which `doing` names, such as "list" or "delete":
     CheckpointNotFoundError (missing_file) or StorageError.
     """
     if isinstance(error, FileNotFoundError):

@@ -29,7 +29,7 @@ class S3CopySource(NamedTuple):
     num_bytes: int
 
     def parameters(self) -> dict[str, Any]:
-        """Returns the parameters of a request that copies the object, and fails if it was replaced since."""
+        """Returns the parameters of a copy request, which fails if the object's ETag, where known, has changed."""
         source = {"CopySource": {"Bucket": self.bucket, "Key": self.key}}
         return {**source, "CopySourceIfMatch": self.etag} if self.etag else source
 

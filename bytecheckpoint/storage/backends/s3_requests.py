@@ -101,8 +101,8 @@ class ServiceBackoff:
                 self._go_on_s = now + self._pause_s
 
     def hold(self, stop: threading.Event, *, at_most_s: float) -> None:
-        """Waits until a random time after the end of the pause, but no longer than `at_most_s`, or than until `stop` is
-        set. Does not wait if there is no pause.
+        """Waits until a random time after the end of the pause, for `at_most_s` at most. Returns at once if there is no
+        pause, or when `stop` is set.
         """
         left_s = self._go_on_s - time.monotonic()
         if left_s > 0:
@@ -236,7 +236,9 @@ class S3Requests:
         return bytes(partial.content)
 
     def _read_rest(self, key: str, partial: _PartialObject, max_bytes: int) -> None:
-        """Makes one attempt to read what `partial` lacks or, if the object may have changed, all of it."""
+        """Makes one attempt to read what `partial` lacks, or all of the object if the service sends all. If it sends
+        the rest of another object, empties `partial` and raises ConnectionError.
+        """
         has_some = 0 < len(partial.content) < partial.num_bytes
         range_header = {"Range": f"bytes={len(partial.content)}-"} if has_some and partial.tag else {}
         answer = self.send("get_object", Key=key, **range_header)

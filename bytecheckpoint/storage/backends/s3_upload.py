@@ -119,10 +119,10 @@ class _CurrentObject(NamedTuple):
 
 
 class _Publication:
-    """The request that makes an object visible. It counts as a success if only its answer was lost.
+    """The request that makes an object visible. It counts as a success if it was carried out, even without an answer.
 
-    A service that supports conditions gets it on condition that the name is as it was before the first attempt, so that
-    a request which arrives late, from a save that was given up long ago, changes nothing.
+    Where the service supports conditions, the name must be as it was before the first attempt: a request which arrives
+    late, from a save that was given up long ago, then changes nothing.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class _Publication:
         return _CurrentObject(str(found["ETag"]), str(found.get("Metadata", {}).get(_WRITER, "")))
 
     def _is_own(self) -> bool:
-        """Returns True if the object that is there now is of this write. Raises FailedRequestError if that cannot be
+        """Returns True if this write has made the object that is there now. Raises FailedRequestError if that cannot be
         found out: a save that takes its own manifest for another's would delete the data of its checkpoint.
         """
         policy = replace(self._policy, timeout_s=min(self._policy.timeout_s, _CLEAN_UP_S))
