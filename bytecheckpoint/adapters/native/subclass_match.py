@@ -116,7 +116,7 @@ def why_unfillable(own: torch.Tensor, stored: StoredTensor) -> tuple[str, str] |
 
 
 def _facts_problems(own: Mapping[str, Any], checkpoint: CheckpointView, tied: Mapping[str, str]) -> list[Problem]:
-    """Returns a problem for each fact that differs or is missing. A tied subclass may be stored under any of its names."""
+    """Returns a problem for each fact that differs or is missing. A tied subclass may be stored under any own name."""
     names: dict[str, list[str]] = {}
     for fqn in own:
         owner = tied.get(outer_fqn(fqn), outer_fqn(fqn))
