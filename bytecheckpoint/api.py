@@ -222,8 +222,8 @@ def resume(
     verified; `load_options.verify` counts only for a checkpoint of which nothing but the path has files.
 
     What is damaged is read from another holder, or the next older checkpoint is taken, by all ranks together. Newest
-    means of the latest branch of training, then of the greatest step: a new process or a load begins a branch, so a
-    save after a load is newer than all saves before it.
+    means of the latest branch of training, then of the greatest step. The first save of a new process, and the first
+    after a load, begin a branch: they are newer than all saves before them.
 
     Args:
         path: What was given to `save`.

@@ -193,8 +193,8 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         return no_tensor if any(name.startswith(f"{tree}.") for tree in self.manifest.objects) else ""
 
     def _neighbors(self, name: str, *, step: int = 1) -> dict[str, None]:
-        """Returns some names that sort next to this one, because they begin like it; with the step -1, by which names
-        are read backwards, some that end like it.
+        """Returns the names that sort nearest to this one: most begin like it. With the step -1, names are read
+        backwards, and most end like it.
         """
         names = sorted(each[::step] for each in self)
         first = max(bisect(names, name[::step]) - _NUM_COMPARED // 4, 0)
@@ -269,7 +269,7 @@ class StoredTensorView:
         return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Reads a part, as indexing a tensor with integers, slices and `...` does, to the host, into new memory.
+        """Reads the part that integers, slices and `...` select, as in a tensor, into new memory on the host.
 
         Raises IndexError for an index that is out of range or of another kind, and for a slice whose step is below 1;
         and the errors of a load.
@@ -336,7 +336,7 @@ def _refs(tree: Any, fqn: str) -> dict[str, str]:
 def _read_regions(
     source: Source, wanted: Mapping[str, Region | None], device: torch.device | str | int = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Reads a region of each tensor, given by stored FQN; None is the whole tensor. Returns the tensors by the same."""
+    """Reads a region of each tensor, by stored FQN; None is the whole tensor. Returns them by that FQN."""
     shards = []
     for fqn, region in wanted.items():
         dtype, shape = source.manifest.describe(fqn)

@@ -291,7 +291,7 @@ def _check_snapshot(value: object) -> None:
 
 
 def _checked_codec(name: str, value: object) -> str | tuple[tuple[str, str], ...]:
-    """Returns the option in an immutable form. Raises ValueError for what is no codec, and no codecs by glob."""
+    """Returns the option in an immutable form. Raises ValueError for all but a codec, or codecs by glob."""
     if isinstance(value, str) and value in CODECS:
         return value
     choices = " or ".join(map(repr, CODECS))
@@ -327,7 +327,7 @@ def _is_map_option(pair: object) -> bool:
 
 
 def _checked_folder(name: str, value: object) -> str | None:
-    """Returns the path with ~ expanded, or None for None. The folder need not exist."""
+    """Returns the path with ~ expanded, or None for None. The folder need not exist. Raises ValueError for a URL."""
     folder = os.fspath(value) if isinstance(value, os.PathLike) else value
     if folder is None:
         return None

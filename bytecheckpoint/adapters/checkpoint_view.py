@@ -152,7 +152,7 @@ class CheckpointView:
 
     @cached_property
     def _unsaved_here(self) -> dict[str, set[str]]:
-        """FQNs of leaves that other ranks saved, by the FQN of an entry that this rank did not; without extra_state."""
+        """FQNs of the leaves of each entry that only other ranks saved, by the entry's FQN; without extra_state."""
         unsaved = leaves_of_others(self._manifest, self.rank)
         return {fqn: names for fqn, names in unsaved.items() if fqn.split(".")[0] != PER_RANK_NAME}
 
@@ -314,7 +314,7 @@ class CheckpointView:
         return {name: value for name, value in self.tree_leaves.items() if isinstance(value, RankMissing)}
 
     def _tree_at(self, fqn: str) -> Any:
-        """Returns the part of the plain data at this checkpoint FQN; None if there is none, or if it is a None."""
+        """Returns the part of the plain data at this checkpoint FQN; None if there is none, or if it is None."""
         leaf = self._saved_leaves.get(fqn)
         if fqn in self.trees or isinstance(leaf, dict):  # an empty dict is itself, whatever lies below a key with dots
             return leaf if isinstance(leaf, dict) else self.trees[fqn]

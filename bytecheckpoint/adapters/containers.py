@@ -189,7 +189,7 @@ class BareTensorsEntry(PlainEntry):
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], assign: Callable[[Any], None]) -> None:
-        """`tensors` are by state FQN. `assign` puts others in the place of them."""
+        """`tensors` are by state FQN. `assign` puts others in their place."""
         super().__init__("", tensors, assign)
         self.fqns = tensors.keys()
 

@@ -118,8 +118,8 @@ class ShardColumns(Sequence[LocalShard]):
         return NEW_TUPLE(LocalShard, (*about, self._memory_of(index), 0, None, 0))
 
     def described(self) -> Iterable[tuple[str, str, tuple[int, ...], Region]]:
-        """Returns FQN, dtype, global shape and region of each shard: without its memory, which takes most of a record's
-        time.
+        """Returns FQN, dtype, global shape and region of each shard, without its memory, which is the slowest part of a
+        record to make.
         """
         return zip(self._fqns, self._layout.dtypes, self._layout.shapes, self._layout.regions, strict=True)
 

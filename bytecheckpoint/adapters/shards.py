@@ -115,8 +115,8 @@ class LocalShards:
         """Adds the shards of a tensor: one for each piece that this rank has, so none on a rank outside its mesh.
 
         An empty share of an uneven split is one shard of no elements, so that every rank knows the FQN.
-        Raises CheckpointSaveError (unsupported_value) for a tensor or placement of an unsupported kind, and for a save
-        also for freed memory; CheckpointMismatchError (conflict) if a DTensor's local tensor does not fit its
+        Raises CheckpointSaveError (unsupported_value) for a tensor or placement of an unsupported kind, and, in a save,
+        for freed memory; CheckpointMismatchError (conflict) if a DTensor's local tensor does not fit its
         placements.
         """
         self.add_all([(fqn, tensor)])

@@ -72,7 +72,7 @@ class SeparateTensors:
 
     def expect(self, values: Mapping[str, Any]) -> list[LocalShard]:
         """Selects, in place of those of an earlier call, the plain tensors and DTensors among these values of the
-        state, by FQN. Returns their targets: on the meta device before `prepare`, the copies that it made after it.
+        state, by FQN. Returns their targets: before `prepare` on the meta device, after it the copies that it made.
         """
         kinds = PLAIN_TENSORS
         self._tied = {fqn: each for fqn, each in values.items() if type(each) in kinds or isinstance(each, DTensor)}

@@ -33,7 +33,7 @@ class CountedBatch:
 @dataclass(frozen=True)
 class CountingCollate:
     """The loader's `collate_fn`, called in the process that reads, right after a batch was read; adds what was read. If
-    it fails, the streams are put back before the batch.
+    it fails, the streams go back to where they were before the batch.
     """
 
     collate: Callable[[Any], Any]

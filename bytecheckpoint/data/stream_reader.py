@@ -44,8 +44,8 @@ def pass_epoch(positions: Iterable[StreamPosition]) -> int:
 def blocks_in_turn(
     every_id: Sequence[str], positions: Mapping[str, StreamPosition], num_workers: int, *, endless: bool
 ) -> list[list[str]]:
-    """Returns a list of streams for each worker: contiguous blocks of all sorted ids, without ids that are not in
-    `positions`.
+    """Returns a list of streams for each worker: contiguous blocks of all sorted ids, of which only those in
+    `positions` are listed.
 
     Blocks of all ids, and not of a rank's own, give the batches of one turn the same streams on any number of ranks.
     Worker 0 gets the block whose last batch is the oldest, so that after a load the batches go on in the same order.
@@ -164,8 +164,8 @@ class StreamReader:
         return queue
 
     def _begin_next_epoch(self) -> bool:
-        """Begins an epoch of the streams that are furthest behind, if endless. Returns False if not endless, or if too
-        many epochs gave no sample.
+        """Begins an epoch of the streams that are furthest behind, if endless. Returns False if not endless, if there
+        are no streams, or if too many epochs gave no sample.
         """
         # Streams without samples would go through epochs forever; packed rows may take some epochs to fill.
         if not self._is_endless or self._num_empty_epochs > _MAX_EMPTY_EPOCHS:

@@ -98,8 +98,8 @@ class Attendance:
         return bool(self.ended or self._other_call)
 
     def raise_found(self, leave_for: Callable[[Sequence[int]], object]) -> None:
-        """Raises the error that `look_for_senders` has found last, if any. Of ranks that have ended, first calls
-        `leave_for` with them.
+        """Raises the error that `look_for_senders` has found last, if any. If it is about ranks that have ended, first
+        calls `leave_for` with them.
         """
         if self.ended:
             leave_for(self.ended)

@@ -291,7 +291,7 @@ class GroupRanks:
         return error
 
     def _report_failure(self, error: CheckpointError) -> CheckpointError:
-        """Reports an error to the coordinator, and waits for the one to raise on all ranks; returns `error` without."""
+        """Reports an error to the coordinator; waits for and returns the one that all ranks raise, else `error`."""
         self._has_failed = True
         number = self._store.add(NUM_FAILURES, 1)
         put_message(self._store, failure_key(number), _FAILURE + encode_failure(error))

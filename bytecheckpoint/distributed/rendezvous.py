@@ -92,7 +92,7 @@ class Listener:
                 interrupt(waiting)
 
     def close(self) -> None:
-        """Closes the socket, and the connections that `accept` did not come to serve. Call it when all threads that
+        """Closes the socket, and the connections that no thread came to serve. Call it when all threads that
         `accept` started have ended.
         """
         for connected in (self._socket, *self._pending):

@@ -18,8 +18,8 @@ def report_straggler_rate(
     ranks: Ranks, plan: SavePlan | None, write_s: float, *, did: str = "wrote", is_all: bool = True
 ) -> Iterator[None]:
     """Runs a block in which the coordinator waits for the other ranks. To an error about missing ones, adds the time
-    that their bytes take at the coordinator's rate, which moved its bytes of the `plan` in `write_s`. `did` is the verb
-    for that.
+    that their bytes take at the rate of the coordinator, which moved its bytes of the `plan` in `write_s`. `did` is the
+    verb for that.
 
     The error stays unchanged without a `plan`, if the coordinator has no bytes in it, or if it did not move all of them
     (`is_all` is False).

@@ -61,11 +61,10 @@ class BcpBridgeManager:
     def save(self, ctx: Any, callback_manager: Any | None = None) -> None:
         """Saves at `iter_<step>`, with all ranks together; in the background if the configuration has `async_save`.
 
-        Once this checkpoint is committed, rank 0 deletes older checkpoints in the background: keeps the newest
-        `most_recent_k` persistent ones (all if None or not above 0), and one non-persistent one. Those of later steps
-        stay.
-        `callback_manager` has no effect. Raises CheckpointMismatchError (conflict) for a non-persistent checkpoint
-        whose type is not `global`, and the errors of `bytecheckpoint.save`.
+        Once this checkpoint is committed, rank 0 deletes older ones in the background. Of persistent ones it keeps the
+        newest `most_recent_k` (all if None or not above 0), of non-persistent ones the newest. Those of later steps
+        stay. `callback_manager` has no effect. Raises CheckpointMismatchError (conflict) for a non-persistent
+        checkpoint whose type is not `global`, and the errors of `bytecheckpoint.save`.
         """
         del callback_manager
         config, train_state = self.config, ctx.state.train_state

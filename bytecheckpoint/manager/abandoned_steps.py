@@ -129,7 +129,7 @@ def branch_of_copies(source: Branch, known: Branch, copies: Mapping[int, str], *
 
     The first root may have deleted abandoned steps whose copies stay. A copy is therefore abandoned too if it was in
     `known`, or if a start that is not in `known` abandons it: this is called before each copy is made, so that all
-    copies are older than such a start. It abandons no copies of other runs, whose prefixes of save ids differ.
+    copies are older than such a start. No start abandons copies of other runs, whose save ids have other prefixes.
     """
     starts = source.starts.values()
     save_ids = [*kept.values(), *source.abandoned.values(), *(start.save_id for start in starts), *source.starts]

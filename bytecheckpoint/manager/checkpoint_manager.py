@@ -271,8 +271,8 @@ class CheckpointManager:
             self._goodput.end_call(began)
 
     def should_stop(self) -> bool:
-        """Returns True on all ranks once they agreed to stop and the newest step passed to `save` since is durable: it
-        waits for the save in flight then.
+        """Returns True on all ranks once they agreed to stop and the newest step passed to `save` since is durable.
+        Once they agreed, waits for the save in flight.
         """
         self._refuse_closed()
         if not self._stop.pass_boundary():

@@ -220,8 +220,8 @@ class ManagedSaves:
         metrics: Mapping[str, float] | None,
         checked: dict[str, float],
     ) -> Mapping[str, Any] | None:
-        """Returns the metadata; on rank 0 with the metrics, which it also puts into `checked`, and after noting that
-        the save begins. All ranks raise what one raises here: what Background.begin_save raises, an error of the
+        """Returns the metadata. On rank 0, first notes that the save begins, and adds the metrics, which it also puts
+        into `checked`. All ranks raise what one raises here: what Background.begin_save raises, an error of the
         preparation, or CheckpointMismatchError (conflict) if `metadata` has metrics.
         """
         if self._owned is not None:

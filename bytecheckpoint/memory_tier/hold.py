@@ -223,8 +223,8 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
 
 
 def _note_protected(slots: JobMemory, held: HeldSave) -> None:
-    """Notes on this host that no earlier save is needed against the loss of a host: this one survives it, or none can,
-    where copies or parity were refused. Frees the slots of the earlier save that was kept for it.
+    """Notes on this host that no earlier save is needed against the loss of a host: this one survives it, or none can
+    because copies or parity were refused. Frees the slots of the earlier save that was kept for that loss.
     """
     save_id = held.record.save_id
     with _tidying(slots):

@@ -155,8 +155,8 @@ def look_at_path(
     """Returns the newest committed steps that are not abandoned, at most `max_steps` and without those whose manifest
     cannot be read; and, as not committed, the files that any other save of `folders` has in its folder.
 
-    Raises StorageError if the storage fails; if it fails for the manifest of the newest step alone, only where
-    `folders` is empty, and then also CheckpointCorruptError (unsupported_version) for that manifest.
+    Raises StorageError if a listing fails. If `folders` is empty, also raises StorageError or CheckpointCorruptError
+    (unsupported_version) about the manifest of the newest step. Other manifests raise nothing.
     """
     found: list[VersionAtPath] = []
     for step in islice(_steps_at(store, abandoned), max_steps):

@@ -33,8 +33,8 @@ class Pattern(str):
         return ".".join(str(numbers[part[1:-1]]) if part.startswith("{") else part for part in self.parts)
 
     def match(self, name_parts: Sequence[str]) -> dict[str, int] | None:
-        """Returns the numbers in a name, by field; None if it does not match. Raises ValueError for a name with more or
-        fewer parts than the pattern.
+        """Returns the numbers in a name, by field; None if it does not match. The name must have as many parts as the
+        pattern.
         """
         numbers = {}
         for part, found in zip(self.parts, name_parts, strict=True):

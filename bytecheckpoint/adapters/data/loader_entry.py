@@ -130,7 +130,7 @@ class DataLoaderEntry:
         return ids
 
     def encode_part(self, loader: ElasticLoader, streams: Mapping[str, msgspec.Raw], shared: bytes) -> bytes:
-        """Returns this rank's StreamsPart, encoded. `streams` are the encoded states of its streams by id."""
+        """Returns this rank's StreamsPart, encoded. `streams` (states by id) and `shared` are encoded already."""
         state = self._state
         all_ids = getattr(loader, "all_stream_ids", None)
         known = state.loaded_ids if all_ids is None else sorted(all_ids())

@@ -32,7 +32,7 @@ class StreamProblem(NamedTuple):
 
 
 class MergedStreams(NamedTuple):
-    """The encoded object for the manifest, which is empty if there are problems; and these."""
+    """The encoded object for the manifest, empty if there are problems, and the problems."""
 
     encoded: bytes
     problems: list[StreamProblem]

@@ -69,8 +69,8 @@ def unwrapped(engine: Any) -> Any:
 
 
 def flat_optimizer(fqn: str, value: Any, engines: Iterable[Any]) -> FlatOptimizer | None:
-    """Returns a record of the torch optimizer in `value`, an optimizer of DeepSpeed's or that of one of `engines`; None
-    for any other `value`.
+    """Returns a record of the torch optimizer in `value`, which is a DeepSpeed optimizer or that of one of `engines`;
+    None for any other `value`.
 
     The torch optimizer that an engine was made with is taken for the engine's own. Raises CheckpointSaveError
     (unsupported_value), naming `fqn`, where not all of its state can be read.

@@ -336,7 +336,7 @@ class ModuleEntry:
         facts: dict[str, Any],
         known: dict[int, tuple[str, dict[str, Any]]],
     ) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yields the module's own name, the FQN and the tensor of all tensors; those that hooks made are noted in
+        """Yields, for each tensor, the module's own name, the FQN and the tensor; those that hooks made are noted in
         `_detached`. Adds other data to `extra`, facts of subclasses to `facts`, and their parts to `known`: each is
         taken apart once, so that a tensor with several names is recognized as tied.
         """

@@ -58,7 +58,7 @@ class ParameterNames(NamedTuple):
 
     @property
     def is_outside_model(self) -> bool:
-        """True if its name is the FQN that it has in another module than `model`, or as a tensor in none."""
+        """True if its name is the FQN that it has in a module other than `model`, or as a tensor of no module."""
         return self.name == self.fqns[0] and join_fqn(MODEL_FQN, self.name) not in self.fqns
 
 

@@ -116,7 +116,7 @@ def why_unfillable(own: torch.Tensor, stored: StoredTensor) -> tuple[str, str] |
 
 
 def _facts_problems(own: Mapping[str, Any], checkpoint: CheckpointView, tied: Mapping[str, str]) -> list[Problem]:
-    """Returns a problem for all facts that differ or are missing. A tied subclass may be stored under any name."""
+    """Returns a problem for each fact that differs or is missing. A tied subclass may be stored under any own name."""
     names: dict[str, list[str]] = {}
     for fqn in own:
         owner = tied.get(outer_fqn(fqn), outer_fqn(fqn))
@@ -252,8 +252,8 @@ class SubclassState:
 
     def new_part(self, key: str, stored: StoredTensor, device: torch.device | None, *, is_factor: bool) -> torch.Tensor:
         """Returns memory for the stored tensor of this key of a parameter's state, on `device`. None stands for the
-        device of the optimizer's own tensor of this shape or of the DTensor that it is cut like, else for that of the
-        parameter, but for the CPU where a scalar is no part of a subclass. A factor is not cut as its parameter,
+        device of the optimizer's own tensor of this shape or of the DTensor that it is cut like; without these, for the
+        parameter's, or the CPU for a scalar that is no part of a subclass. A factor is not cut as its parameter,
         whatever shape it has. Strides are those of an own tensor of this shape: linear algebra gives column-major
         factors, and steps with row-major ones round otherwise.
         """

@@ -205,8 +205,8 @@ def block_shape(
     shape: tuple[int, ...], scales_shape: tuple[int, ...], block: tuple[int, ...] = ()
 ) -> tuple[int, ...] | None:
     """Returns the lengths of the block of a weight that each of its scales is for: `block`, of its matrices, if that is
-    known and fits. Else a dimension is one block, or one for each element, or is cut in blocks of a power of two, of
-    which the last may be shorter; None if these cannot be told.
+    known and fits. Else a dimension is one block, or has a block for each element, or blocks whose length is a power
+    of two, the last of which may be shorter; None if these cannot be told.
     """
     if math.prod(scales_shape) == 1:
         return tuple(max(length, 1) for length in shape)

@@ -62,7 +62,7 @@ def agreed(
     memory: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Returns the selected hyperparameters, by name, with which the parameters of a group were saved, and the problems.
-    A hyperparameter that not all were saved with, or with different values, is left out, and is a problem.
+    A hyperparameter that some were saved without, or with another value, is left out, and is a problem.
 
     `memory`, by state FQN, stands in place of tensors that lie in data files, as in foreign formats. Tensors that it
     lacks count as equal, and a hyperparameter with one of them is left out.

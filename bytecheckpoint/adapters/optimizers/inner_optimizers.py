@@ -42,8 +42,8 @@ def held_optimizers(optimizer: torch.optim.Optimizer) -> HeldOptimizers:
 
 
 def _add_held(optimizer: torch.optim.Optimizer, found: HeldOptimizers, seen: set[int], above: set[int]) -> bool:
-    """Adds the optimizers inside this one that are not in `seen`, and notes them there. Returns True if it holds any
-    but those in `above`, which hold it.
+    """Adds to `found` and `seen` the optimizers inside this one that `seen` lacks. Returns True if it holds any but
+    those in `above`, which hold it.
     """
     held = [inner for inner in _held_by_attributes(optimizer) if id(inner) not in above]
     for inner in held:

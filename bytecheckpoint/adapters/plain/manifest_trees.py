@@ -76,8 +76,8 @@ def stored_leaves(tree: Any, fqn: str) -> dict[str, Any]:
 
 
 def leaves_of_others(manifest: Manifest, rank: int) -> dict[str, set[str]]:
-    """Returns, for each entry that only other ranks saved for themselves, the FQNs of their leaves, without the FQN of
-    the entry itself; leaves out entries with no other leaf.
+    """Returns, for each entry that only other ranks saved for themselves, the FQNs of its leaves, without its own FQN;
+    leaves out entries with no other leaf.
     """
     of_others = {fqn: by_rank for fqn, by_rank in manifest.rank_objects.items() if rank not in by_rank}
     found = {

@@ -112,7 +112,7 @@ def with_leaves(value: Any, fqn: str, new: Mapping[str, Any]) -> Any:
 
 
 def descend(tree: Any, path: str) -> Any:
-    """Returns the item of a tree at these keys, joined by dots; None if there is none, or if it is a None. A key may be
+    """Returns the item of a tree at these keys, joined by dots; None if there is none, or if it is None. A key may be
     empty, or hold dots itself.
     """
     for end in (*(at for at, character in enumerate(path) if character == "."), len(path)):

@@ -21,7 +21,7 @@ _KEYS = frozenset({"python", "numpy", "torch", "at", ROOT, *_PARTS})
 
 
 def is_rng_state(tree: Any) -> bool:
-    """Returns True for a dict with no other keys than a `RngState` saves, which may have a part of them."""
+    """Returns True for a dict with some or all of the keys that an `RngState` saves, or none, and with no others."""
     if not isinstance(tree, dict) or not tree.keys() <= _KEYS:
         return False
     parts = ((tree[name], keys) for name, keys in _PARTS.items() if name in tree)
@@ -104,7 +104,7 @@ class RngState:
 
     def chosen(self, saved: SavedByRank, rank: int, moment: str) -> Any:
         """Returns the state that this rank gets; None if it keeps its own. If another value than the state of an
-        RngState was saved, returns that. `moment` names the save in streams' keys.
+        `RngState` was saved, returns that. `moment` names the save in streams' keys.
         """
         of_first = saved.tree(min(saved.data))
         source = self._source(saved, rank) if is_rng_state(of_first) else min(saved.data)

@@ -119,7 +119,7 @@ class PeerWatch:
         return self._below if self._above is None else [self._above, *self._below]
 
     def ended_of_watched(self) -> list[int]:
-        """Returns the ranks whose processes have ended, of those that this one watches, as `ended` does."""
+        """Returns what `ended` returns for the ranks that this one watches."""
         return self.ended(self._watched)
 
     def introduce(self) -> None:

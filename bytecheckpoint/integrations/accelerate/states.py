@@ -231,8 +231,8 @@ def _models_to_save(accelerator: Any, path: str, decisions: Decisions) -> dict[i
 
 def _models_to_load(accelerator: Any, path: str, decisions: Decisions) -> dict[int, Any]:
     """Runs the hooks that accelerate runs before a load, and returns the models that no hook took away, by number: a
-    hook loads those that it takes. Raises on all ranks the error of a hook on any, and first of all
-    CheckpointMismatchError (conflict) for a folder that accelerate itself has written.
+    hook loads those that it takes. Raises on all ranks the error of a hook on any rank. For a folder that
+    accelerate itself has written, runs no hook and raises CheckpointMismatchError (conflict).
     """
     models = dict(enumerate(accelerator._models))
     left = [] if accelerator.distributed_type == DistributedType.FSDP else list(models.values())

@@ -345,5 +345,5 @@ def _shown(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_asked(value: object) -> bool:
-    """Returns True for Stateful values that are saved as their state_dict(): not for modules and optimizers."""
+    """Returns True for Stateful values saved as their state_dict(): no module, optimizer, RankLocal or RngState."""
     return isinstance(value, Stateful) and not isinstance(value, nn.Module | Optimizer | RankLocal | RngState)

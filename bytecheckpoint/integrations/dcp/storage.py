@@ -168,7 +168,7 @@ class BcpStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Returns copies of the plans with the number of ranks, which DCP does not tell its writers, as their data."""
+        """Returns copies of the plans with the number of ranks, which DCP does not tell writers, as `storage_data`."""
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -133,8 +133,8 @@ class SaveInFlight:
             self._worker = None
 
     def _after_commit(self, act: Callable[[], None]) -> None:
-        """Calls `act` unless the save in flight has failed: at once if there is none, or if it has ended and no work of
-        it waits; else as `_submit`.
+        """Calls `act` unless the save in flight has failed: at once if there is none, or if it has ended and none of
+        its work waits; else as `_submit`.
         """
         handle = self._handle
         if handle is None or (handle.done() and not self._work):

@@ -192,8 +192,8 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
 
     Returns:
         The iteration to go on from, and the number of floating-point operations of the checkpoint; (0, 0) where there
-        is nothing to load. The iteration is that of `--override-ckpt-iteration`, or else of the checkpoint, but 0 for a
-        release and with `--finetune`.
+        is nothing to load. The iteration is that of `--override-ckpt-iteration` if given, else 0 for a release and with
+        `--finetune`, else that of the checkpoint.
 
     Raises:
         CheckpointNotFoundError: The tracker file or `--ckpt-step` names what is not committed, or nothing is there and

@@ -133,9 +133,9 @@ class BcpTrainerMixin(Trainer):
         self._bcp_stop.request(reason)
 
     def _bcp_end_earlier(self) -> None:
-        """Waits for the last save and the deletions, ends their thread, and logs the error of that save. `train` calls
-        this before it chooses a checkpoint too: after an exception, a save may still commit, and a deletion may remove
-        the chosen one.
+        """Waits for the last save and the deletions, ends their thread, and logs the error of that save. `train` also
+        calls this before it chooses a checkpoint: after an exception, a save may still commit, and a deletion may
+        remove the chosen one.
         """
         saves, self._bcp_saves = self._bcp_saves, None
         if saves is not None:

@@ -78,8 +78,8 @@ class PassOrder(RngState):
         self._replaced, self._num_taken, self._restore_rng = {}, 0, None
 
     def watch(self, loader: Any) -> None:
-        """Makes a prepared loader that reads samples by index call `begin_read` before each batch that it reads in this
-        process, and skip the first `num_not_skipped` batches of each pass. Does nothing to any other loader.
+        """Makes a prepared loader, if it reads samples by index, call `begin_read` before each batch that it reads in
+        this process, and skip the first `num_not_skipped` batches of each pass. Changes no other loader.
         """
         kinds = DataLoaderShard | DataLoaderDispatcher
         if not isinstance(loader, kinds) or is_stateful(loader.base_dataloader):

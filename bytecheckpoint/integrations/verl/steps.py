@@ -184,7 +184,7 @@ class RoleSaves:
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
     def _write_tracker(self, step: Path) -> None:
-        """Makes the tracker file name this step, and then old checkpoints be deleted in the background. Does nothing if
+        """Writes this step into the tracker file, then has old checkpoints deleted in the background. Does nothing if
         another step, or none, is to be tracked by now. An error is only logged.
         """
         with self._tracking:

@@ -64,7 +64,7 @@ class Decisions:
     @contextmanager
     def _call(self, doing: str) -> Iterator[Ranks]:
         """Yields the connected ranks, and raises an error of the body on all of them, as `together` does. A rank whose
-        `doing` differs is refused; it must not hold a path, which may differ between ranks or hold credentials.
+        `doing` differs is refused; no path belongs in `doing`: it may differ between ranks or hold credentials.
         """
         wait_until_numbered()
         about = Subject(self._root, None, is_save=False, call=f"CheckpointManager ({doing})")

@@ -99,7 +99,7 @@ class StopRequests:
 
     @property
     def reason(self) -> str:
-        """The reason why this rank is to stop now, from then on the same; empty while it is not to stop."""
+        """The reason why this rank is to stop; empty until it is to stop, and the same from then on."""
         if not self._reason and self._deadlines:
             left_s, reason = min((at - now(), reason) for now, at, reason in self._deadlines)
             if left_s <= self._needed_s():
@@ -155,8 +155,8 @@ class GroupStop:
         timeout_s: float,
         find_ended: Callable[[], Sequence[int]] = tuple,
     ) -> None:
-        """`token` is the same on all ranks of this manager, and on no other's. Ranks are positions in `global_ranks`,
-        whose numbers errors name. `find_ended` returns the ranks whose processes have ended, of those that this one
+        """`token` is the same on all ranks of this manager, and on no other's. Ranks are positions in `global_ranks`;
+        errors name the numbers there. `find_ended` returns the ranks whose processes have ended, of those that this one
         watches.
         """
         self.reason = ""
