@@ -307,7 +307,8 @@ class Background:
         if self._second is not None:
             held |= self._second.waiting()
         infos = [step.info for step in steps]
-        decisions = decide(self._keep, infos, now=now, held=held)
+        num_abandoned = sum(step.is_abandoned for step in steps)
+        decisions = decide(self._keep, infos, num_abandoned=num_abandoned, now=now, held=held)
         for info, decision in zip(infos, decisions, strict=True):
             if decision.is_kept:
                 continue
