@@ -180,7 +180,8 @@ def _decide(
     linked: dict[int, str] = {}
     while True:
         held = linked | retention.held_by_leases(stored, now=now)
-        decided = retention.decide(policy, [item.info for item in stored], now=now, held=held)
+        infos, num_abandoned = [item.info for item in stored], sum(item.is_abandoned for item in stored)
+        decided = retention.decide(policy, infos, num_abandoned=num_abandoned, now=now, held=held)
         kept = [decision.step for decision in decided if decision.is_kept and decision.step not in complete]
         looks = map_jobs(partial(_linked_if_complete, store), kept, num_threads=_LOOKS_IN_FLIGHT)
         lost = {step for step, folder in zip(kept, looks, strict=True) if folder is None}

@@ -297,11 +297,11 @@ class CheckpointManager:
         return next(abandoned_steps.newest_steps(self._store, self._saves.new_branch), None)
 
     def best(self, metric: str | None = None) -> CheckpointInfo | None:
-        """Returns the checkpoint with the best value of a metric, of all steps, abandoned or not; None if none has it.
-        Without `metric`, takes that of the only `Best` policy, else raises ValueError. Without a policy, low is best.
+        """Returns the checkpoint with the best value of a metric, of steps that training has not left; None if none has
+        it. Without `metric`, takes that of the only `Best` policy, or raises ValueError. Without a policy, low is best.
         """
-        policy = keep_policies.best_of(self._keep, metric)
-        return step_records.find_checkpoint(self._store, partial(keep_policies.kept_by, policy, now=0.0))
+        choose = partial(keep_policies.kept_by, keep_policies.best_of(self._keep, metric), now=0.0)
+        return step_records.find_checkpoint(self._store, choose, self._saves.new_branch)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds metrics to a committed checkpoint. All ranks call it together, and those of rank 0 count."""

@@ -30,7 +30,7 @@ from bytecheckpoint.manager.abandoned_steps import Branch, write_branch
 from bytecheckpoint.manager.after_commit.background import Background, Commit
 from bytecheckpoint.manager.after_commit.step_marks import StepMarks, end_pin_ahead, pin_ahead
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
-from bytecheckpoint.manager.agreement.failed_save import failed_save
+from bytecheckpoint.manager.agreement.failed_save import FailuresInARow, failed_save
 from bytecheckpoint.manager.data.log_writer import LogWriter
 from bytecheckpoint.manager.data.prepared_state import PreparedState
 from bytecheckpoint.manager.options import ManagerOptions
@@ -114,7 +114,7 @@ class ManagedSaves:
         self._decisions = decisions
         self._goodput = goodput
         self._owned = owned
-        self._num_failed_in_a_row = 0
+        self._failures = FailuresInARow(options)
         self.has_steps = False
         """True if the root has a checkpoint."""
         self.begun: BegunSave | None = None
@@ -202,9 +202,9 @@ class ManagedSaves:
                     owner=self._owner(step, pin=pin),
                 )
             except CheckpointError as error:
-                if not is_async or self._is_raised(error):
+                if not is_async or self._failures.is_raised(error):
                     self._goodput.failed()
-                    self._fail(error)
+                    self._failures.add(error)
                     return None
                 handle = failed_save(error, options)
             undo.pop_all()
@@ -329,6 +329,7 @@ class ManagedSaves:
     def _note_outcome(self, handle: SaveHandle, *, step: int, metrics: Mapping[str, float], pin: bool) -> None:
         if (info := _committed(handle)) is None:
             self._goodput.failed()
+            self._failures.log_unless_raised(handle._progress.error)
             return
         line = self._goodput.committed(info)
         if step in self._pinned_ahead:
@@ -368,30 +369,16 @@ class ManagedSaves:
         is_noted.wait(0.0 if handle._progress.is_of_parent else _NOTED_S)
         self.begun = None
         if error is None:
-            self.durable_step, self.has_steps, self._num_failed_in_a_row = step, True, 0
+            self.durable_step, self.has_steps, self._failures.number = step, True, 0
             self.memory_step = None
             self.abandoned.discard(step)
             self.has_left_memory = False
         elif was_seen:
-            self._num_failed_in_a_row += 1
+            self._failures.number += 1
         elif isinstance(error, CheckpointError):
-            self._fail(error)
+            self._failures.add(error)
         else:
             raise error
-
-    def _fail(self, error: CheckpointError) -> None:
-        """Raises the error of a save, or logs it by `on_failed_save`. Wrong arguments, a checkpoint that exists, a lost
-        root, and the last of `max_failed_saves` failures in a row are always raised.
-        """
-        self._num_failed_in_a_row += 1
-        if self._is_raised(error) or self._num_failed_in_a_row >= self._options.max_failed_saves:
-            raise error
-        logger.warning("a save failed, %d in a row, and training goes on: %s", self._num_failed_in_a_row, error)
-
-    def _is_raised(self, error: CheckpointError) -> bool:
-        """Returns True if the error of a save is raised however few have failed in a row."""
-        is_final = isinstance(error, CheckpointMismatchError | CheckpointExistsError) or error.kind == "superseded"
-        return is_final or self._options.on_failed_save == "raise"
 
 
 def _committed(handle: SaveHandle) -> CheckpointInfo | None:

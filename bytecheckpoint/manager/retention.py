@@ -25,7 +25,7 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.manager import step_records
-from bytecheckpoint.manager.keep_policies import KeepPolicy, kept_by, parts_of
+from bytecheckpoint.manager.keep_policies import Best, KeepPolicy, kept_by, parts_of
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.manager.step_records import StoredStep
 from bytecheckpoint.runtime.threads import run_jobs
@@ -71,10 +71,13 @@ class DeletionJournal(msgspec.Struct, frozen=True):
     deletion, which neither stops."""
 
 
-def decide(policy: KeepPolicy, saved: Sequence[StepInfo], *, now: float, held: Mapping[int, str]) -> list[StepDecision]:
-    """Returns a decision for each committed step, in their order: oldest first, abandoned ones before all others.
+def decide(
+    policy: KeepPolicy, saved: Sequence[StepInfo], *, num_abandoned: int, now: float, held: Mapping[int, str]
+) -> list[StepDecision]:
+    """Returns a decision for each committed step, in their order: oldest first, the abandoned ones before all others.
 
-    A policy cannot delete the newest one, a pinned one, or one that is `held` for a reason, such as a lease.
+    A policy cannot delete the newest one, a pinned one, or one that is `held` for a reason, such as a lease. `Best`
+    keeps the best of all steps, and those of the steps that are not abandoned.
     Raises ValueError if a policy of a user does not answer for every step, and what that policy raises.
     """
     reasons: list[list[str]] = [[] for _ in saved]
@@ -86,7 +89,11 @@ def decide(policy: KeepPolicy, saved: Sequence[StepInfo], *, now: float, held: M
         if info.step in held:
             reasons[position].append(held[info.step])
     for part in parts_of(policy):
-        for position, is_kept in enumerate(kept_by(part, saved, now)):
+        kept = kept_by(part, saved, now)
+        if isinstance(part, Best):
+            later = [False] * num_abandoned + kept_by(part, saved[num_abandoned:], now)
+            kept = [of_all or of_branch for of_all, of_branch in zip(kept, later, strict=True)]
+        for position, is_kept in enumerate(kept):
             if is_kept:
                 reasons[position].append(repr(part))
     return [

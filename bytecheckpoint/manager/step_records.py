@@ -198,13 +198,13 @@ def is_pinned(store: Store, folder: str) -> bool:
     return PIN_NAME in store.list(folder)
 
 
-def find_checkpoint(store: Store, choose: Choose) -> CheckpointInfo | None:
-    """Returns the checkpoint of the first step, in the order of `list_steps`, for which `choose` returns True; None if
-    there is none. One that is deleted or replaced meanwhile is no candidate any more. Raises StorageError (unavailable)
-    if that happens `_ATTEMPTS` times in a row.
+def find_checkpoint(store: Store, choose: Choose, branch: Branch | None) -> CheckpointInfo | None:
+    """Returns the checkpoint of the first step that is not abandoned, `branch` being as for `list_steps`, and for which
+    `choose` returns True; None if there is none. One that is deleted or replaced meanwhile is no candidate any more.
+    Raises StorageError (unavailable) if that happens `_ATTEMPTS` times in a row.
     """
     for _ in range(_ATTEMPTS):
-        found = _find_step(store, choose)
+        found = _find_step(store, choose, branch)
         if found is None:
             return None
         folder = layout.step_folder(found.step)
@@ -221,18 +221,16 @@ def find_checkpoint(store: Store, choose: Choose) -> CheckpointInfo | None:
     )
 
 
-def _find_step(store: Store, choose: Choose) -> StepInfo | None:
-    """Returns the first chosen step. If its checkpoint was replaced after its record was written, calls `choose` again
-    with steps that are read from all manifests.
-    """
-    found = _first_chosen(list_steps(store), choose)
+def _find_step(store: Store, choose: Choose, branch: Branch | None) -> StepInfo | None:
+    """Returns the first chosen step. If its checkpoint was replaced after its record, reads all manifests."""
+    found = _first_chosen(list_steps(store, branch=branch), choose)
     if found is not None and layout.committed_save_id(store, layout.step_folder(found.step)) != found.save_id:
-        return _first_chosen(list_steps(store, reads_manifests=True), choose)
+        return _first_chosen(list_steps(store, branch=branch, reads_manifests=True), choose)
     return found
 
 
 def _first_chosen(steps: Sequence[StoredStep], choose: Choose) -> StepInfo | None:
-    infos = [step.info for step in steps]
+    infos = [step.info for step in steps if not step.is_abandoned]
     return next((info for info, is_chosen in zip(infos, choose(infos), strict=True) if is_chosen), None)
 
 
@@ -243,16 +241,18 @@ def _warn_of_damaged(step: int, error: CheckpointError) -> None:
 def list_steps(
     store: Store,
     *,
+    branch: Branch | None = None,
     reads_manifests: bool = False,
     on_damaged: Callable[[int, CheckpointError], object] = _warn_of_damaged,
 ) -> list[StoredStep]:
-    """Returns the committed steps of a root, abandoned ones before all others, both ascending. A step whose manifest
-    was deleted meanwhile, or is damaged, is left out; `on_damaged` is called for a damaged one, on any thread.
+    """Returns the committed steps of a root, those that `branch` (None: of the root) has as abandoned before all
+    others, both ascending. A step whose manifest is gone meanwhile or damaged is left out; `on_damaged` is called for a
+    damaged one, on any thread.
 
     Without `reads_manifests`, a step with a record is read from that, not from its manifest: damage is not seen then,
     nor that a program without a manager has replaced the checkpoint.
     """
-    abandoned = read_branch(store).abandoned
+    abandoned = (read_branch(store) if branch is None else branch).abandoned
 
     def read(step: int) -> StoredStep | None:
         return read_step(store, step, abandoned.get(step), reads_manifest=reads_manifests, on_damaged=on_damaged)

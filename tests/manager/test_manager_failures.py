@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from bytecheckpoint.manager.agreement import decisions
 from bytecheckpoint.manager.ownership import Generation
 from bytecheckpoint.manager.restore import count_open_restores, note_restore
 from bytecheckpoint.saving import commit
+from bytecheckpoint.saving.handle import has_failed
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.backends import local_store
 from bytecheckpoint.storage.backends.local_store import LocalStore
@@ -84,6 +86,26 @@ def test_failed_saves_only_warn_until_there_are_too_many_in_a_row(
             manager.wait()
         assert manager.steps() == [3]
     assert "a save failed, 2 in a row" in caplog.text
+
+
+@pytest.mark.parametrize("is_at_once", [True, False])
+def test_a_failed_save_that_only_warns_is_logged_when_it_fails_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_at_once: bool
+) -> None:
+    if not is_at_once:
+        fail_commits(monkeypatch, {1})
+    save = bcp.SaveOptions(check_finite="refuse" if is_at_once else "off")
+    options = bcp.ManagerOptions(on_failed_save="warn", save=save, signals=())
+    with bcp.CheckpointManager(tmp_path, save=EVERY, options=options) as manager:
+        handle = manager.save(1, state_at(math.nan))
+        assert handle is not None
+        has_failed(handle)
+        assert manager._saves.begun is not None
+        assert manager._saves.begun.is_noted.wait(60)
+        assert caplog.text.count("a save failed, 1 in a row, and training goes on") == 1
+        manager.save(2, state_at(2))
+        manager.wait()
+    assert caplog.text.count("a save failed") == 1
 
 
 def test_a_failure_that_the_handle_raised_is_not_raised_again_at_the_end(

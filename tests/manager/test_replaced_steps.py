@@ -17,7 +17,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint import api, keep_policies, save_policies
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointNotFoundError, CheckpointSaveError, StorageError
 from bytecheckpoint.manager import retention, step_records
-from bytecheckpoint.manager.after_commit import background
+from bytecheckpoint.manager.after_commit import background, save_pauses
 from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, StepChange
 from bytecheckpoint.manager.ownership import Generation
 from bytecheckpoint.manager.step_records import StoredStep
@@ -424,6 +424,46 @@ def test_the_deletion_of_a_step_takes_nothing_of_the_next_save_of_it(
         manager.wait()
         assert manager.latest() == 2
     assert value_of(tmp_path, 2) == 2.5
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_deletion_that_a_save_of_its_step_held_up_is_made_when_that_save_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    is_saving, is_skipped = threading.Event(), threading.Event()
+    real_look, real_delete = Generation.is_newest, background.Background._delete
+
+    def look(generation: Generation) -> bool:
+        assert is_saving.wait(60)
+        return real_look(generation)
+
+    def delete(work: background.Background, *args: Any) -> None:
+        real_delete(work, *args)
+        is_skipped.set()
+
+    def fail(*_: Any) -> None:
+        is_saving.set()
+        assert is_skipped.wait(60)
+        raise CheckpointSaveError("the disk is on fire", kind="storage")
+
+    def save_and_wait() -> None:
+        manager.save(1, state_at(1.5))
+        manager.wait()
+
+    monkeypatch.setattr(save_pauses, "_LONGEST_S", 0.0)
+    with manager_at(tmp_path, keep=NEWEST, async_save=is_async, save=OVERWRITE) as manager:
+        manager.save(1, state_at(1))
+        monkeypatch.setattr(Generation, "is_newest", look)
+        monkeypatch.setattr(background.Background, "_delete", delete)
+        second = manager.save(2, state_at(2))
+        assert second is not None
+        second.result()
+        with monkeypatch.context() as patch:
+            patch.setattr(commit, "_create_manifest", fail)
+            with pytest.raises(CheckpointSaveError, match="on fire"):
+                save_and_wait()
+        manager.wait()
+        assert manager.steps() == [2]
 
 
 def test_a_restore_waits_for_the_deletion_of_its_step_and_then_changes_nothing(

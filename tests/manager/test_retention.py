@@ -67,7 +67,8 @@ def fill(path, steps=(1, 2, 3), options=None) -> Store:
 def test_what_keeps_a_step_is_said() -> None:
     saved = [step_info(step, metrics={"loss": loss}) for step, loss in ((5, 0.1), (10, math.nan), (12, 0.3), (15, 0.9))]
     saved[1] = step_info(10, pinned=True)
-    decided = decide(Best(1, "loss") | EverySteps(10) | Latest(1), saved, now=0.0, held={5: "restored"})
+    policy = Best(1, "loss") | EverySteps(10) | Latest(1)
+    decided = decide(policy, saved, num_abandoned=0, now=0.0, held={5: "restored"})
     assert decided == [
         StepDecision(5, True, "restored, Best(1, 'loss')"),
         StepDecision(10, True, "pinned, EverySteps(10)"),
@@ -78,8 +79,8 @@ def test_what_keeps_a_step_is_said() -> None:
 
 def test_the_newest_stays_though_it_is_the_worst() -> None:
     saved = [step_info(1, metrics={"loss": 0.1}), step_info(2, metrics={"loss": 9.0})]
-    assert [item.is_kept for item in decide(Best(1, "loss"), saved, now=0.0, held={})] == [True, True]
-    assert decide(Best(1, "loss"), [], now=0.0, held={}) == []
+    assert [item.is_kept for item in decide(Best(1, "loss"), saved, num_abandoned=0, now=0.0, held={})] == [True, True]
+    assert decide(Best(1, "loss"), [], num_abandoned=0, now=0.0, held={}) == []
 
 
 def test_all_of_a_step_goes_and_nothing_else(tmp_path: Path) -> None:

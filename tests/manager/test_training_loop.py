@@ -328,6 +328,37 @@ def test_a_step_whose_restore_crashed_three_times_is_passed_over_and_named(worke
         assert (report.step, list(report.passed_over)) == (2, [4])
 
 
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_the_best_is_no_step_that_training_left_and_stays_beside_a_better_one_of_those(
+    tmp_path: Path, is_committed: bool
+) -> None:
+    losses = {1: 0.7, 2: 0.5, 3: 0.1}
+    with manager_at(tmp_path, save=save_policies.EverySteps(1), keep=keep_policies.Best(1, "loss")) as manager:
+        for step, loss in losses.items():
+            manager.save(step, state_at(step), metrics={"loss": loss}, pin=step == 2)
+        manager.wait()
+        best = manager.best()
+        assert best is not None
+        assert best.step == 3
+        manager.restore(state_at(0), step=2)
+        manager.unpin(2)
+        if is_committed:
+            manager.save(4, state_at(4), metrics={"loss": 0.9})
+            manager.save(5, state_at(5), metrics={"loss": 0.8})
+        manager.wait()
+        best = manager.best()
+        assert best is not None
+        assert best.step == 2
+        assert manager.best("bleu") is None
+    assert bcp.steps(tmp_path) == ([2, 3, 5] if is_committed else [2, 3])
+    with manager_at(tmp_path, keep=keep_policies.Best(1, "loss")) as manager:
+        manager.restore(state_at(0), step=2)
+        manager.restore(state_at(0), step=3)
+        best = manager.best()
+        assert best is not None
+        assert best.step == 3
+
+
 def test_nan_is_the_worst_metric_and_a_report_counts(tmp_path: Path) -> None:
     with manager_at(tmp_path, save=save_policies.EverySteps(1), keep=keep_policies.Best(1, "loss")) as manager:
         for step, loss in ((1, 0.5), (2, float("nan")), (3, 0.7)):

@@ -35,9 +35,10 @@ def print_diff(screen: Screen, paths: tuple[str, str], result: CheckpointDiff, *
         screen.line(f"  {_counts(result)} were compared{_within(near)}")
     screen.line(f"  {_work(result)}")
     other_kind = [tensor for tensor in differing if tensor.shapes[0] != tensor.shapes[1] or "dtype" in tensor.problems]
-    may_be_products = {*result.only_in_b, *(tensor.fqn for tensor in other_kind)}
-    if any(name.removesuffix(suffix) in may_be_products for name in result.only_in_a for suffix in _OF_SCALES):
+    if _may_scale(result.only_in_a, [*result.only_in_b, *(tensor.fqn for tensor in other_kind)]):
         screen.line("  A may have quantized weights and B their products: --dtype compares these")
+    if _may_scale(result.only_in_b, [*result.only_in_a, *(tensor.fqn for tensor in other_kind)]):
+        screen.line("  B may have quantized weights and A their products: diff B A with --dtype compares these")
     _print_names(screen, "only in A", result.only_in_a, limit)
     _print_names(screen, "only in B", result.only_in_b, limit)
     other_values = [tensor for tensor in differing if "values" in tensor.problems]
@@ -56,6 +57,12 @@ def print_left_out(screen: Screen, left_out: Sequence[LeftOut], *, limit: int) -
 
 def _counts(result: CheckpointDiff) -> str:
     return f"{count_text(result.num_tensors, 'tensor')} and {count_text(result.num_objects, 'plain value')}"
+
+
+def _may_scale(names: Sequence[str], products: Sequence[str]) -> bool:
+    """Returns True if one of the names is that of the scales of a quantized weight with the name of a product."""
+    may_be_products = set(products)
+    return any(name.removesuffix(suffix) in may_be_products for name in names for suffix in _OF_SCALES)
 
 
 def _verdict(result: CheckpointDiff, differing: Sequence[TensorDifference]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 
 from bytecheckpoint import api
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
@@ -49,14 +50,24 @@ class TrainLoaders:
         self._elastic = elastic
         self._waiting: LoadLater | None = None
         self._once_loaded: list[Callable[[], None]] = []
+        self._restore_random: Callable[[], object] = lambda: None
+        self._was_loaded = False
         self._round: object = None
         self._ended: list[bool] = []
         self.states: list[DataLoaderState] = []
 
     def load_later(
-        self, found: ChosenCheckpoint, storage_options: Mapping[str, Any] | None, *, timeout_s: float
+        self,
+        found: ChosenCheckpoint,
+        storage_options: Mapping[str, Any] | None,
+        *,
+        timeout_s: float,
+        restore_random: Callable[[], object],
     ) -> None:
-        """Notes the checkpoint, from which `add` then loads the state of each loader. Forgets an earlier one."""
+        """Notes the checkpoint, from which `add` then loads the state of each loader. Forgets an earlier one.
+        `restore_random` puts the random state of the checkpoint back.
+        """
+        self._restore_random = restore_random
         num_loaders = int(found.metadata.get("num_loaders", 0))
         self._ended = found.metadata.get("ended_loaders", [])
         self._stop_waiting()
@@ -85,6 +96,8 @@ class TrainLoaders:
             self._round, self.states = loop._data_fetcher, []
         if elastic_loader_of(loader) is None and not is_stateful(loader):
             return
+        if rank == 0:
+            _warn_of_wrapped_sampler(loader, number=len(self.states))
         state = DataLoaderState(loader, rank=rank, size=size, elastic=self._elastic)
         self.states.append(state)
         if self._waiting is None:
@@ -102,6 +115,7 @@ class TrainLoaders:
             storage_options=storage_options,
             options=LoadOptions(timeout_s=timeout_s),
         )
+        self._was_loaded = True
         if len(self.states) == num_loaders:
             self._stop_waiting()
 
@@ -135,6 +149,18 @@ class TrainLoaders:
             iterator._consumed = [before or since for before, since in zip(self._ended, now, strict=True)]
         self._ended = []
 
+    def begin_next_epoch(self, loop: Any) -> None:
+        """Begins the passes over the loaders of Lightning's fit loop once more where the checkpoint was saved after the
+        last batch of an epoch: loaders of torchdata go on with the rest of that epoch, which is empty, and Lightning
+        would take it for the next one.
+        """
+        is_at_end, self._was_loaded = self._was_loaded and loop.epoch_loop.batch_progress.is_last_batch, False
+        if is_at_end and any(hasattr(state.loader, "next_iter_state") for state in self.states):
+            for loader in loop._combined_loader.flattened:
+                _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
+            self._restore_random()
+            iter(loop._data_fetcher)
+
     def check_read_ahead(self, fetcher: Any) -> None:
         """Raises CheckpointMismatchError (conflict) if Lightning reads another number of batches ahead of the step than
         the `read_ahead` of the streams. Warns if the checkpoint has more loaders than this run; their states stay
@@ -158,3 +184,17 @@ class TrainLoaders:
         """Forgets the loaders, when training has ended."""
         self._stop_waiting()
         self._round, self.states = None, []
+
+
+def _warn_of_wrapped_sampler(loader: object, *, number: int) -> None:
+    """Warns of a random sampler that Lightning divides between ranks: a loader's state lacks what is in the wrapper."""
+    # Not the sampler of the loader, which is another one beside a batch sampler of torchdata's.
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if isinstance(sampler, DistributedSamplerWrapper) and hasattr(sampler.dataset._sampler, "generator"):
+        logger.warning(
+            "the order of train loader %d is in no checkpoint, because Lightning has wrapped its %s for several ranks: "
+            "a run that resumes within an epoch would skip samples and repeat others. Make the loader with "
+            "sampler=DistributedSampler(dataset) in place of it",
+            number,
+            type(sampler.dataset._sampler).__name__,
+        )

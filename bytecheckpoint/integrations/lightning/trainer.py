@@ -259,7 +259,8 @@ class BcpStrategyMixin(Strategy):
             checkpoint["lr_schedulers"] = scheduler if isinstance(scheduler, list) else [scheduler]
             # A new epoch draws its order from the random state as it was loaded: it is not put back there.
             self._bcp_random = report if "rng" in state and is_mid_epoch(checkpoint) else None
-            self._bcp_loaders.load_later(found, self.bcp_storage_options, timeout_s=self.bcp_options.timeout_s)
+            restore, timeout_s = report.restore_rng if "rng" in state else bool, self.bcp_options.timeout_s
+            self._bcp_loaders.load_later(found, self.bcp_storage_options, timeout_s=timeout_s, restore_random=restore)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - Lightning's signature
@@ -301,6 +302,7 @@ class BcpStrategyMixin(Strategy):
         trainer, fetcher = self._bcp_trainer(), self._bcp_trainer().fit_loop._data_fetcher
         self._bcp_loaders.check_read_ahead(fetcher)
         self._bcp_loaders.go_on_from_ended(fetcher)
+        self._bcp_loaders.begin_next_epoch(trainer.fit_loop)
         count_batches_anew(trainer)
         if getattr(fetcher, "batches", None):  # read ahead: all draws to begin loaders are done
             self._bcp_restore_random()

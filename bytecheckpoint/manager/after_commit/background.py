@@ -81,10 +81,12 @@ class Background:
         self.replaced: set[str] = set()
         """Save ids of checkpoints that saves of this manager replace."""
         self._use = threading.Condition()
-        """Guards the two below; notified when the deletion of a step has ended."""
+        """Guards the three below; notified when the deletion of a step has ended."""
         self._deleting: int | None = None
         self._saving: set[int] = set()
         """Steps whose saves are in flight: the deletion of what one replaces would take the new manifest."""
+        self._skipped: set[int] = set()
+        """Steps among them that were to be deleted, and are if their saves fail."""
         self._restore_notes = threading.Lock()
         """Held while a note is written or all are deleted: the last deletion takes the folder, under a write to it."""
         self._lease_ends_at = math.inf
@@ -139,10 +141,18 @@ class Background:
             self.saves.begin()
 
     def end_save(self, step: int) -> None:
-        """Notes that a save has ended, with or without an error. Does nothing if it was not noted as begun."""
-        if step in self._saving:
+        """Notes that a save has ended, with or without an error, and asks again for the deletion of its step if that
+        was skipped. Does nothing if the save was not noted as begun.
+        """
+        with self._use:
+            if step not in self._saving:
+                return
             self._saving.remove(step)
-            self.saves.end()
+            was_skipped = step in self._skipped
+            self._skipped.discard(step)
+        self.saves.end()
+        if was_skipped:
+            self._work.ask()
 
     def note_restore(self, step: int, *, timeout_s: float) -> None:
         """Notes, also in the store, that a restore of the step begins: the step is not deleted before another one is
@@ -300,7 +310,8 @@ class Background:
         if self._second is not None:
             held |= self._second.waiting()
         infos = [step.info for step in steps]
-        decisions = decide(self._keep, infos, now=now, held=held)
+        num_abandoned = sum(step.is_abandoned for step in steps)
+        decisions = decide(self._keep, infos, num_abandoned=num_abandoned, now=now, held=held)
         for info, decision in zip(infos, decisions, strict=True):
             if decision.is_kept:
                 continue
@@ -312,7 +323,10 @@ class Background:
     def _delete(self, info: StepInfo, now: float) -> None:
         """Deletes a step, unless it has been restored, or its next save begun, since that was decided."""
         with self._use:
-            if info.step in self._held or info.step in self._saving:
+            if info.step in self._saving:
+                self._skipped.add(info.step)
+                return
+            if info.step in self._held:
                 return
             self._deleting = info.step
         try:

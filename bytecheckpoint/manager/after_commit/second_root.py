@@ -133,7 +133,8 @@ class SecondRoot:
     def _wanted(self, source_steps: Sequence[StoredStep], copies: Mapping[int, StoredStep]) -> set[int]:
         """Returns those steps of both roots that the policy of the second root keeps."""
         both = step_records.ordered([*{**copies, **{step.info.step: step for step in source_steps}}.values()])
-        decisions = decide(self._keep, [step.info for step in both], now=self._clock.now(), held={})
+        num_abandoned, now = sum(step.is_abandoned for step in both), self._clock.now()
+        decisions = decide(self._keep, [step.info for step in both], num_abandoned=num_abandoned, now=now, held={})
         return {decision.step for decision in decisions if decision.is_kept}
 
     def _catch_up(self) -> None:

@@ -29,6 +29,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import bytecheckpoint as bcp
 from bytecheckpoint.integrations.lightning import BcpDDPStrategy, BcpSingleDeviceStrategy
@@ -140,6 +141,40 @@ def test_a_loader_with_a_distributed_sampler_goes_on_in_the_order_of_its_epoch(t
     (path,) = tmp_path.glob("*.ckpt")
     resumed, _ = fit(tmp_path, [], loader=loader(), ckpt_path=path)
     assert resumed.rows == whole.rows[8 * at :]
+
+
+@pytest.mark.parametrize(
+    ("at", "num_workers", "saves"),
+    [
+        (8, 0, {"every_n_train_steps": 8}),
+        (8, 2, {"every_n_train_steps": 8}),
+        (8, 0, {"save_on_train_epoch_end": True}),
+        (11, 0, {"every_n_train_steps": 11}),
+    ],
+)
+@pytest.mark.parametrize("is_random", [False, True])
+def test_a_loader_of_torchdata_goes_on_in_the_order_of_its_epoch(
+    tmp_path: Path, at: int, num_workers: int, saves: dict[str, Any], is_random: bool
+) -> None:
+    def loader() -> Any:
+        sampler = None if is_random else DistributedSampler(samples(), num_replicas=1, rank=0)
+        return StatefulDataLoader(samples(), 8, sampler=sampler, shuffle=is_random, num_workers=num_workers)
+
+    epochs = {"max_steps": -1, "max_epochs": 2}
+    whole, _ = fit(tmp_path, [ModelCheckpoint(tmp_path, save_top_k=-1, **saves)], loader=loader(), **epochs)
+    (path,) = tmp_path.glob(f"*step={at}.ckpt")
+    resumed, _ = fit(tmp_path, [], loader=loader(), ckpt_path=path, **epochs)
+    assert resumed.rows == whole.rows[8 * at :]
+    assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step >= at}
+
+
+def test_a_random_sampler_that_lightning_divides_between_ranks_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"strategy": BcpDDPStrategy(process_group_backend="gloo"), "use_distributed_sampler": True}
+    fit(tmp_path, [], loader=StatefulDataLoader(samples(), batch_size=8, shuffle=True), max_steps=2, **options)
+    assert caplog.text.count("the order of train loader 0 is in no checkpoint") == 1
+    assert "sampler=DistributedSampler(dataset)" in caplog.text
 
 
 def test_a_save_after_the_last_batch_of_streams_goes_on_with_the_first_batch_of_the_next_epoch(tmp_path: Path) -> None:
