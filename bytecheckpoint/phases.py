@@ -32,9 +32,9 @@ from bytecheckpoint.loading.read import Source, Traffic
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory_tier.part_of_save import (
     holding_first,
-    memory_part,
     replicas_of,
     slots_for,
+    tier_of_save,
     where_to,
     with_memory_options,
 )
@@ -56,7 +56,7 @@ from bytecheckpoint.saving.in_flight import (
 from bytecheckpoint.saving.prepare import PreparedSave, SnapshotKind, allocate, kind_of_snapshot
 from bytecheckpoint.saving.target import SaveCall, SaveOwner, SaveTarget, checked_metadata, open_target
 from bytecheckpoint.saving.upload import write_upload_and_commit
-from bytecheckpoint.staging.memory_slots import MemoryPart, generation_of
+from bytecheckpoint.staging.memory_slots import TierOfSave, generation_of
 from bytecheckpoint.storage.credentials import shown_path
 from bytecheckpoint.storage.layout import checked_step, root_of
 
@@ -130,7 +130,7 @@ class _SavePlace(NamedTuple):
     """The target of a save, and its part in the memory tier, or None if the save does not use that tier."""
 
     target: SaveTarget
-    memory: MemoryPart | None
+    memory: TierOfSave | None
 
 
 def _place_of(
@@ -140,7 +140,7 @@ def _place_of(
     can be written, and raises if not.
     """
     target = with_memory_options(target, options, is_only=is_only)
-    memory = memory_part(process, target, options, is_only=is_only)
+    memory = tier_of_save(process, target, options, is_only=is_only)
     if not is_only:
         process.check_writable(target.store, ranks)
     return _SavePlace(target, memory)
@@ -196,7 +196,7 @@ def run_warm_up(
         local_plan = make_local_plan(ranks, about.path, contents, options, plans=process.plans, replicas=replicas)
         rank_plan = exchange_plans(ranks, local_plan).rank_plan
         staging_bytes = options.staging_bytes
-        allocate(rank_plan.staged, process.buffers, local_plan.shards, staging_bytes=staging_bytes, memory_part=slots)
+        allocate(rank_plan.staged, process.buffers, local_plan.shards, staging_bytes=staging_bytes, tier_of_save=slots)
         ranks.barrier()  # a rank that has no room is named on all of them
     ranks.close()
 

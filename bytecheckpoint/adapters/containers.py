@@ -229,7 +229,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def _holds_tensors_only(value: Any) -> bool:
-    """Returns True for a dict from str to tensors, none of which has metadata of a subclass: many states are such."""
+    """Returns True for a dict, not empty, from str to plain tensors and DTensors of them: many states are such."""
     if type(value) is not dict or not value or set(map(type, value)) != {str}:
         return False
     others = set(map(type, value.values())) - PLAIN_TENSORS

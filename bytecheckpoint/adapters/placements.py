@@ -24,7 +24,7 @@ _RegionsOf = Callable[[tuple[int, ...], int, int], Sequence[tuple[Sequence[int],
 region that this rank holds, in the order in which they lie in its memory."""
 
 
-Interval = tuple[int, int]
+IndexRun = tuple[int, int]
 """First index and number of indices, along one tensor dimension."""
 
 
@@ -200,7 +200,7 @@ def _misfit(
 
 def fitting_intervals(
     shape: tuple[int, ...], local_shape: tuple[int, ...], mesh_axes: Sequence[MeshAxis]
-) -> list[list[list[Interval]]]:
+) -> list[list[list[IndexRun]]]:
     """Returns each layout that fits the local tensor, none to two: the indices along each dimension that this rank
     holds, in the order in which its local tensor has them.
 
@@ -214,7 +214,7 @@ def fitting_intervals(
     return [intervals for intervals in layouts if lengths_of(intervals) == local_shape]
 
 
-def lengths_of(intervals: Sequence[Sequence[Interval]]) -> tuple[int, ...]:
+def lengths_of(intervals: Sequence[Sequence[IndexRun]]) -> tuple[int, ...]:
     return tuple(sum(length for _, length in of_dim) for of_dim in intervals)
 
 
@@ -234,18 +234,18 @@ def _shards(placement: Any, dim: int) -> bool:
     return isinstance(placement, Shard | StridedShard) and placement.dim == dim
 
 
-def right_to_left(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[Interval]:
+def right_to_left(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[IndexRun]:
     """Returns the indices that this rank holds if fully_shard cut a sharded tensor: its own, strided axis cuts last."""
-    held: list[Interval] = [(0, length)]
+    held: list[IndexRun] = [(0, length)]
     for placement, num_parts, coordinate in sorted(mesh_axes, key=lambda axis: isinstance(axis[0], StridedShard)):
         if _shards(placement, dim):
             held = _nth_chunk(held, num_parts, coordinate)
     return held
 
 
-def left_to_right(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[Interval]:
+def left_to_right(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[IndexRun]:
     """Returns this rank's indices if distribute_tensor cut the dimension: each mesh axis cuts what others left."""
-    held: list[Interval] = [(0, length)]
+    held: list[IndexRun] = [(0, length)]
     for placement, num_parts, coordinate in mesh_axes:
         if isinstance(placement, StridedShard) and placement.dim == dim:
             factor = int(placement.split_factor)
@@ -256,7 +256,7 @@ def left_to_right(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[
     return held
 
 
-def _nth_chunk(intervals: Sequence[Interval], num_parts: int, number: int) -> list[Interval]:
+def _nth_chunk(intervals: Sequence[IndexRun], num_parts: int, number: int) -> list[IndexRun]:
     """Returns one part of the listed indices, cut as torch.chunk cuts: equal parts, rounded up, the last ones short."""
     total = sum(length for _, length in intervals)
     part_length = -(-total // num_parts)
@@ -272,8 +272,8 @@ def _nth_chunk(intervals: Sequence[Interval], num_parts: int, number: int) -> li
     return part
 
 
-def _joined(intervals: Sequence[Interval]) -> list[Interval]:
-    joined: list[Interval] = []
+def _joined(intervals: Sequence[IndexRun]) -> list[IndexRun]:
+    joined: list[IndexRun] = []
     for start, length in intervals:
         if joined and sum(joined[-1]) == start:
             joined[-1] = (joined[-1][0], joined[-1][1] + length)
@@ -282,7 +282,7 @@ def _joined(intervals: Sequence[Interval]) -> list[Interval]:
     return joined
 
 
-def boxes_of(intervals: Sequence[Sequence[Interval]]) -> list[tuple[Region, Region]]:
+def boxes_of(intervals: Sequence[Sequence[IndexRun]]) -> list[tuple[Region, Region]]:
     """Returns every combination of one interval a dimension: its region in the global tensor, and in the local one."""
     with_positions = []
     for of_dim in intervals:

@@ -221,8 +221,8 @@ def _each_once(match: Match, entries: Collection[Entry], stored: CheckpointView)
 def _trained_first(
     match: Match, tied: list[tuple[int, int]], entries: Collection[Entry], stored: CheckpointView
 ) -> list[tuple[int, int]]:
-    """Returns the pairs, swapped where the first tensor is plain data and only the second is one that the checkpoint's
-    optimizer trains: the live optimizer goes on to change the memory that is kept, which is that of the first.
+    """Returns the pairs of shards. A first one that is plain data gives way, in all its pairs, to the same elements
+    under a name that the checkpoint's optimizer trains: the live optimizer goes on to change the memory that is kept.
     """
     plain = roots_of(entry for entry in entries if isinstance(entry, PlainEntry)) if tied else set()
     optimizers = (entry for entry in entries if isinstance(entry, OptimizerEntry) and plain)
@@ -230,7 +230,8 @@ def _trained_first(
     kept: dict[int, int] = {}
     for first, second in tied if trained else ():
         fqn, other = match.shards[first].fqn, match.shards[second].fqn
-        if fqn not in trained and other in trained and is_at_or_below(fqn, plain):
+        is_trained = fqn not in trained and other in trained and is_at_or_below(fqn, plain)
+        if is_trained and _are_same(match.shards, first, second):  # a part would leave the other elements as they were
             kept.setdefault(first, second)
     return [(kept.get(first, first), first if kept.get(first) == second else second) for first, second in tied]
 

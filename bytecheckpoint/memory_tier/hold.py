@@ -34,7 +34,7 @@ from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.saving.report import TimedReport, encode_manifest_and_info, encode_report, reported_files
 from bytecheckpoint.saving.write import SaveFiles, write_files
-from bytecheckpoint.staging.memory_slots import JobMemory, MemoryPart
+from bytecheckpoint.staging.memory_slots import JobMemory, TierOfSave
 from bytecheckpoint.storage.memory_root import version_files
 from bytecheckpoint.storage.memory_root.version_files import VersionRecord
 from bytecheckpoint.storage.object_io import take_blocks
@@ -114,7 +114,7 @@ class _NoStore:
         """Does nothing."""
 
 
-def hold(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any]) -> CheckpointInfo:
+def hold(prepared: PreparedSave, tier: TierOfSave, metadata: Mapping[str, Any]) -> CheckpointInfo:
     """Holds a save in memory and nowhere else. Raises on every rank what `save` documents; also if a copy fails, and
     then the save stays complete in memory, without its copies.
     """
@@ -122,8 +122,8 @@ def hold(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any]) 
     prepared.progress.never_reach("storage", f"the save to {target.path} goes to memory only: it is never committed")
     prepared.agree()
     with closing(prepared.snapshot):
-        held = hold_in_memory(prepared, part, metadata)
-        error = _protect(prepared, part, held)
+        held = hold_in_memory(prepared, tier, metadata)
+        error = _protect(prepared, tier, held)
         call.ranks.close()
     if error is not None:
         raise error
@@ -134,25 +134,25 @@ def hold(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any]) 
 
 
 def hold_and_finish(
-    prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any], finish: Callable[[], CheckpointInfo]
+    prepared: PreparedSave, tier: TierOfSave, metadata: Mapping[str, Any], finish: Callable[[], CheckpointInfo]
 ) -> CheckpointInfo:
     """Holds a save in memory, then commits it with `finish`. Raises like `hold` and `finish`, but not for copies that
     failed: the coordinator's log warns of them, and `SaveHandle.held("host")` raises the error.
     """
     prepared.agree()
     with closing(prepared.snapshot):
-        held = hold_in_memory(prepared, part, metadata)
-        error = _protect(prepared, part, held)
+        held = hold_in_memory(prepared, tier, metadata)
+        error = _protect(prepared, tier, held)
         if error is not None and prepared.call.ranks.rank == COORDINATOR:
             logger.warning("%s goes on to storage without copies in memory: %s", prepared.target.path, error.message)
         info = finish()
-    part.slots.note_commit(prepared.target.step or 0)
+    tier.slots.note_commit(prepared.target.step or 0)
     return info
 
 
-def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any]) -> HeldSave:
+def hold_in_memory(prepared: PreparedSave, tier: TierOfSave, metadata: Mapping[str, Any]) -> HeldSave:
     """Makes a save complete in memory, in the course of a save that may go on to storage."""
-    agreed, target, slots = prepared.agree(), prepared.target, part.slots
+    agreed, target, slots = prepared.agree(), prepared.target, tier.slots
     ranks, about, timer = prepared.call
     prepared.snapshot.wait()
     doing = f"holding {target.path} in memory"
@@ -195,7 +195,7 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
     return held
 
 
-def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> CheckpointError | None:
+def _protect(prepared: PreparedSave, tier: TierOfSave, held: HeldSave) -> CheckpointError | None:
     """Protects the save by copies or parity in other failure domains. Returns the error with which that failed, the
     same on all ranks; else None, also if the options want no copies or there are too few failure domains for them.
     """
@@ -204,17 +204,17 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
     if memory is None or (memory.copies == 1 and not memory.parity):
         why = "its options have Memory(copies=1), so each byte is in the memory of one host"
         progress.never_reach("host", f"the save to {prepared.target.path} never survives a host: {why}")
-        with _tidying(part.slots):
-            part.slots.settle(held.record.save_id, is_protected=True)
-        part.slots.keep_copies_of(held.record.save_id)
+        with _tidying(tier.slots):
+            tier.slots.settle(held.record.save_id, is_protected=True)
+        tier.slots.keep_copies_of(held.record.save_id)
         return None
     with together(ranks, f"copying {about.path} to other hosts", about=about), timer.phase("copy"):
-        done = protect(ranks, part.slots, held.record, memory, timeout_s=prepared.options.timeout_s)
+        done = protect(ranks, tier.slots, held.record, memory, timeout_s=prepared.options.timeout_s)
     if done.error is None:
-        _note_protected(part.slots, held)
+        _note_protected(tier.slots, held)
     if done.refusal:
         progress.never_reach("host", done.refusal)
-        part.slots.warn_once(done.refusal, is_reporter=ranks.rank == COORDINATOR)
+        tier.slots.warn_once(done.refusal, is_reporter=ranks.rank == COORDINATOR)
     elif done.error is not None:
         progress.miss("host", done.error)
     else:

@@ -18,7 +18,7 @@ from bytecheckpoint.saving.global_plan import ReplicaCopies
 from bytecheckpoint.saving.in_flight import ProcessState
 from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.saving.target import SaveTarget
-from bytecheckpoint.staging.memory_slots import JobMemory, MemoryPart
+from bytecheckpoint.staging.memory_slots import JobMemory, TierOfSave
 from bytecheckpoint.storage.memory_root.job_folder import is_in_memory, open_job
 from bytecheckpoint.storage.open_store import open_store, real_location
 from bytecheckpoint.storage.store import Store
@@ -57,7 +57,9 @@ def with_memory_options(target: SaveTarget, options: SaveOptions, *, is_only: bo
     return target._replace(memory=f", {'only ' if is_only else ''}in memory with {agreed}")
 
 
-def memory_part(process: ProcessState, target: SaveTarget, options: SaveOptions, *, is_only: bool) -> MemoryPart | None:
+def tier_of_save(
+    process: ProcessState, target: SaveTarget, options: SaveOptions, *, is_only: bool
+) -> TierOfSave | None:
     """Returns the slots for a save, or None if it has no memory tier. Raises StorageError if the root cannot be used,
     and CheckpointMismatchError (conflict) for a save without a step.
     """
@@ -70,12 +72,12 @@ def memory_part(process: ProcessState, target: SaveTarget, options: SaveOptions,
             kind="conflict",
             path=target.path,
         )
-    return MemoryPart(memory_of(process, options.memory, target.store), is_only, options.memory.max_bytes)
+    return TierOfSave(memory_of(process, options.memory, target.store), is_only, options.memory.max_bytes)
 
 
 def slots_for(
     process: ProcessState, root: str | None, storage_options: Mapping[str, Any] | None, options: SaveOptions
-) -> MemoryPart | None:
+) -> TierOfSave | None:
     """Returns the slots for saves to this root, before the first save; None if the options have no memory tier. Raises
     CheckpointMismatchError (conflict) if they have one and no root is given.
     """
@@ -89,17 +91,17 @@ def slots_for(
             kind="conflict",
         )
     store = open_store(root, storage_options=storage_options, writer_threads=1, timeout_s=options.timeout_s)
-    return MemoryPart(memory_of(process, memory, store), is_only=False, max_bytes=memory.max_bytes)
+    return TierOfSave(memory_of(process, memory, store), is_only=False, max_bytes=memory.max_bytes)
 
 
-def replicas_of(part: MemoryPart | None, options: SaveOptions) -> ReplicaCopies | None:
+def replicas_of(tier: TierOfSave | None, options: SaveOptions) -> ReplicaCopies | None:
     """Returns the place of this rank and the number of copies, at least 2, that memory is to have of replicated bytes.
     Returns None without a memory tier, or with `copies=1` and no parity.
     """
     memory = options.memory
-    if part is None or memory is None or (memory.copies == 1 and not memory.parity):
+    if tier is None or memory is None or (memory.copies == 1 and not memory.parity):
         return None
-    return ReplicaCopies(RankPlace(part.slots.job.host, memory.failure_domain), max(memory.copies, 2))
+    return ReplicaCopies(RankPlace(tier.slots.job.host, memory.failure_domain), max(memory.copies, 2))
 
 
 def memory_of(process: ProcessState, memory: Memory, store: Store) -> JobMemory:
@@ -122,13 +124,13 @@ def memory_of(process: ProcessState, memory: Memory, store: Store) -> JobMemory:
 
 def holding_first(
     prepared: PreparedSave,
-    part: MemoryPart,
+    tier: TierOfSave,
     metadata: Mapping[str, Any],
     finish: Callable[[], CheckpointInfo],
 ) -> Callable[[], CheckpointInfo]:
     """Returns a function that holds the save in memory, then commits it by `finish`, unless the save goes to memory
     alone.
     """
-    if part.is_only:
-        return partial(hold, prepared, part, metadata)
-    return partial(hold_and_finish, prepared, part, metadata, finish)
+    if tier.is_only:
+        return partial(hold, prepared, tier, metadata)
+    return partial(hold_and_finish, prepared, tier, metadata, finish)

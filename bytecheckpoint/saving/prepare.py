@@ -28,7 +28,7 @@ from bytecheckpoint.saving.slow_phases import PhaseHistory
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.staging.file_image import LiveFile, PlannedFile
 from bytecheckpoint.staging.host_buffers import HostBuffers
-from bytecheckpoint.staging.memory_slots import MemoryPart
+from bytecheckpoint.staging.memory_slots import TierOfSave
 from bytecheckpoint.staging.reuse import RootHistory
 from bytecheckpoint.staging.snapshots import (
     LiveState,
@@ -63,13 +63,13 @@ def new_snapshot(
     ready: Ready,
     *,
     staging_bytes: int | None,
-    memory: MemoryPart | None = None,
+    memory: TierOfSave | None = None,
 ) -> Snapshot:
     """Returns a snapshot of these files that has copied nothing yet. It stages into a slot of `memory` if that is
     given, else in waves if the files are larger than `staging_bytes`. The state may change after its `stage()`; with
     the kind `none`, only after everything is written.
 
-    Raises the errors of `MemoryPart.take`.
+    Raises the errors of `TierOfSave.take`.
     """
     if kind == "none":
         return LiveState(files, buffers.scratch, ready)
@@ -91,14 +91,14 @@ def allocate(
     shards: ShardBlocks,
     *,
     staging_bytes: int | None,
-    memory_part: MemoryPart | None = None,
+    tier_of_save: TierOfSave | None = None,
 ) -> None:
-    """Allocates the memory that a snapshot of these files will take: both slots of `memory_part`, or without it at most
-    `staging_bytes`, pinned for the devices of the shards. Raises the errors of `JobMemory.reserve`.
+    """Allocates the memory that a snapshot of these files will take: both slots of `tier_of_save`, or without it at
+    most `staging_bytes`, pinned for the devices of the shards. Raises the errors of `JobMemory.reserve`.
     """
-    if memory_part is not None:
+    if tier_of_save is not None:
         lengths = [file.byte_length for file in planned]
-        memory_part.slots.reserve(lengths, max_bytes=memory_part.max_bytes)
+        tier_of_save.slots.reserve(lengths, max_bytes=tier_of_save.max_bytes)
         return
     num_bytes = staged_bytes(planned)
     memory = buffers.staging.take(num_bytes if staging_bytes is None else min(num_bytes, staging_bytes))
@@ -138,7 +138,7 @@ class PreparedSave:
         kind: SnapshotKind,
         options: SaveOptions,
         kept: KeptBetweenSaves,
-        memory: MemoryPart | None = None,
+        memory: TierOfSave | None = None,
     ) -> None:
         ranks = call.ranks
         if ranks.rank == COORDINATOR:

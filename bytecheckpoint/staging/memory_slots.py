@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
@@ -161,13 +162,13 @@ class JobMemory:
             logger.warning("older copies in %s could not be given up: %s", self.job.path, error)
 
     def trim(self, num_ranks: int) -> None:
-        """Unlinks slots that no process holds and no save needs, beyond two for each of the ranks on this host."""
+        """Unlinks slots that no process holds and no save needs until there are two, of all, for each rank here."""
         with self.job.locked():
             found = list(slot_file.scan(self.job.slots))
             free = sorted(self._free_among(found), key=lambda each: each.capacity)
-            for each in free[: max(len(found) - _SLOTS * num_ranks, 0)]:
-                if (slot := slot_file.take(each.path)) is not None:
-                    slot.remove()
+            not_held = (slot for each in free if (slot := slot_file.take(each.path)) is not None)
+            for slot in islice(not_held, max(len(found) - _SLOTS * num_ranks, 0)):
+                slot.remove()
 
     def note_seen(self, generation: int, number: int) -> None:
         """Notes a generation and a number that some rank knows, each if it is higher than the one noted before."""
@@ -369,7 +370,7 @@ class JobMemory:
                 joined[0].release()
 
 
-class MemoryPart(NamedTuple):
+class TierOfSave(NamedTuple):
     """The memory tier of one save."""
 
     slots: JobMemory

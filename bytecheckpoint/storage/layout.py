@@ -126,7 +126,7 @@ def _are_steps(store: Store, folders: Sequence[str]) -> list[bool]:
 def newest_steps(store: Store) -> Iterator[int]:
     """Yields the committed steps, newest first. Costs one listing, and at most one for each step's folder it looks at.
 
-    Raises CheckpointMismatchError (conflict) if the root is a checkpoint as well.
+    Raises CheckpointMismatchError (conflict) if there are any, and the root is a checkpoint as well.
     """
     listing = store.list("")
     for step in steps_below(store, "", listing):

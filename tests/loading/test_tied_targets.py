@@ -163,6 +163,21 @@ def test_an_optimizer_goes_on_to_train_the_tensor_that_it_trained(
     assert same_value(tensors["best"]["weight"].detach(), torch.full((3,), 9.0))
 
 
+def test_a_tensor_of_which_the_optimizer_trains_a_part_is_filled_whole(tmp_path: Path) -> None:
+    def build(flat: torch.Tensor) -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(2, 2, bias=False))
+        model[0].weight.data = flat[:4].view(2, 2)
+        model[0].weight.grad = torch.ones(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.step()
+        return {"flat": flat, "model": model, "encoder": model[0], "optimizer": optimizer}
+
+    saved, restored = torch.arange(8.0), torch.zeros(8)
+    bcp.save(tmp_path, build(saved))
+    bcp.load(tmp_path, build(restored))
+    assert same_value(restored, saved)
+
+
 def test_tensors_of_a_dtype_that_torch_cannot_copy_become_two(tmp_path: Path) -> None:
     one, other, target = (torch.tensor([number], dtype=torch.uint8).view(torch.uint4) for number in range(3))
     bcp.save(tmp_path, {"one": one, "other": other})

@@ -53,6 +53,19 @@ def held(memory: JobMemory) -> dict[str, set[int]]:
     return found
 
 
+def test_stale_slots_go_also_where_held_ones_are_smaller(tmp_path: Path) -> None:
+    memory = memory_of(tmp_path)
+    with memory.job.locked():
+        stale = [slot_file.create(memory.job.slots) for _ in range(3)]
+    for slot in stale:
+        slot.reserve(4 * MIB)
+    memory.reserve([MIB], max_bytes=None)
+    for slot in stale:
+        slot.release()
+    memory.trim(1)
+    assert [slot.capacity < 2 * MIB for slot in slot_file.scan(memory.job.slots)] == [True] * 2
+
+
 @pytest.fixture
 def three_slots(tmp_path: Path) -> JobMemory:
     """Memory with a save that survives a host, a newer one that does not, and a free slot, of 1 MiB each."""

@@ -71,9 +71,9 @@ def _leaves(manifest: Manifest) -> Iterator[tuple[ValueKey, Any]]:
 
 
 def is_same(a: Any, b: Any, tolerance: Tolerance | None) -> bool:
-    """Returns True if two plain values are the same: of one type, with the same bits, or, with a tolerance, floats and
-    arrays and tensors of floats within it, also in lists and dicts. Of a TensorRef only the name counts: a hash of the
-    content is a part of it.
+    """Returns True if two plain values are the same: of one type, with the same bits and order of keys, or, with a
+    tolerance, floats and arrays and tensors of floats within it, also in lists and dicts. Of a TensorRef only the name
+    counts: a hash of the content is a part of it.
     """
     if type(a) is not type(b):
         return False

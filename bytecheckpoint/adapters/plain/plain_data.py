@@ -221,7 +221,7 @@ def _from_ext(code: int, content: memoryview, depth: int) -> Any:
 
 
 def _dtype_from_wire(name: Any) -> torch.dtype:
-    dtype = getattr(torch, name, None)
+    dtype = vars(torch).get(name)  # hazard: getattr would import what torch imports late
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r:.80} is not a dtype of torch's")
     return dtype

@@ -133,7 +133,7 @@ class RngState:
 
 
 def _whole_number(at: Mapping[str, Any], name: str) -> int:
-    """Returns the number of a dimension, which may be a text, a bool or a float without a fraction, too."""
+    """Returns this rank's place in a dimension, given as any integer, text or whole float. Raises ValueError."""
     given = at[name]
     with suppress(TypeError, ValueError, OverflowError):
         number = int(given)
