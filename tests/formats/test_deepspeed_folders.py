@@ -369,21 +369,6 @@ def test_a_dynamic_loss_scale_is_kept_and_what_other_ranks_have_of_their_own_is_
     assert "zero_pp_rank_0_mp_rank_00_model_states.pt" not in left_out
 
 
-def test_a_plain_value_that_differs_on_another_rank_is_named_as_left_out(tmp_path: Path) -> None:
-    tmp_path.joinpath("c").mkdir()
-    states = model_states({"weight": torch.ones(2)}) | {"param_shapes": None, "shared_params": None}
-    for rank in range(2):
-        own = {"seeds": {"python": rank}, "dataset": {"name": "same"}, "only_on_1": rank or None}
-        torch.save(states | own, tmp_path / "c" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-    checkpoint = bcp.open(tmp_path / "c")
-    assert plain_leaves(checkpoint)["seeds.python"] == 0
-    left_out = checkpoint.info.metadata["left_out"]
-    assert "zero_pp_rank_1_mp_rank_00_model_states.pt: seeds" in left_out
-    assert "zero_pp_rank_1_mp_rank_00_model_states.pt: only_on_1" in left_out
-    assert "dataset" not in left_out
-    assert "my_epoch" not in left_out
-
-
 def test_parameters_that_only_begin_at_one_address_are_not_tied(tmp_path: Path, classes: Any) -> None:
     """DeepSpeed names them as tied: those got the shape of the other one."""
     write_shared(tmp_path / "c", 1, classes)

@@ -18,7 +18,6 @@ from bytecheckpoint.formats.flat_ranges import divided_runs
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks import deepspeed_zero
 from bytecheckpoint.formats.manifest_builder import holds_tensor, is_extra_state
-from bytecheckpoint.formats.torch_save.duplicates import Comparer
 from bytecheckpoint.formats.torch_save.file import SavedFile, translated
 from bytecheckpoint.formats.torch_save.unpickler_globals import Call, StoredView, instances, lengths_of, with_values
 
@@ -172,19 +171,14 @@ def _tied(value: Any) -> dict[str, str]:
 
 
 def _name_left_out(models: Sequence[SavedFile]) -> None:
-    """Notes in the builder what is left out: descriptions of the run; and users' values in the files of other ranks
-    than the first, if they hold tensors or differ from the first rank's.
-    """
-    builder, comparer = models[0].builder, Comparer()
+    """Notes what is left out: descriptions of the run, and tensors under names that only the first file is read for."""
+    builder = models[0].builder
     for key in _LEFT:
         if models[0].value.get(key) is not None:
             builder.leave_out(key, "it describes the run, and is not state")
     for saved in models[1:]:
         for key, item in saved.value.items():
-            if key in _KNOWN or item is None:
-                continue
-            of_first = models[0], models[0].value.get(key)
-            if holds_tensor(item) or not comparer.same_value((saved, item), of_first, str(key)):
+            if key not in _KNOWN and holds_tensor(item):
                 builder.leave_out(f"{saved.name}: {key}", "what the first rank has under this name is read")
 
 
