@@ -266,4 +266,5 @@ def _are_negative(values: torch.Tensor) -> torch.Tensor:
         values = values.real
     if not values.dtype.is_signed:
         return torch.zeros(values.shape, dtype=torch.bool, device=values.device)
-    return (values.float() if values.is_floating_point() else values) < 0
+    # Not of a float64: a tiny one would become 0 as a float32.
+    return (values.float() if values.is_floating_point() and values.itemsize < 4 else values) < 0
