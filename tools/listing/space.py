@@ -87,18 +87,19 @@ def space_of(found: FoundCheckpoint, item: ListedCheckpoint, list_folder: _ListF
     """Returns the space of one checkpoint; `list_folder` returns the entries of a folder in its store. Raises
     CheckpointNotFoundError if it was deleted meanwhile, and StorageError.
     """
-    file_bytes, linked_bytes, entries = 0, 0, list[EntrySpace]()
+    file_bytes, linked_bytes, entries, own_files = 0, 0, list[EntrySpace](), list[DataFile]()
     if item.committed and not item.problem:
         manifest = manifest_of(found)
         num_bytes = sum(file.byte_length for file in manifest.files)
         file_bytes, linked_bytes = (0, num_bytes) if manifest.linked_to else (num_bytes, 0)
+        own_files = [] if found.foreign or manifest.linked_to else [*manifest.files]
         entries = _entries(ManifestSummary(manifest))
     elif not item.committed:
         file_bytes = item.num_bytes
     other_bytes, problem = 0, item.problem
     try:
-        if file_bytes and item.committed and found.foreign is None:
-            file_bytes = _bytes_present(manifest.files, found.folder, list_folder)
+        if own_files:
+            file_bytes = _bytes_present(own_files, found.folder, list_folder)
         if _owns_folder(found, item, list_folder):
             other_bytes = max(_bytes_below(item.folder, list_folder) - file_bytes, 0)
         elif item.problem:
