@@ -19,7 +19,7 @@ from bytecheckpoint.adapters.data.loader_state import DataLoaderState
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation
 from bytecheckpoint.adapters.frameworks.deepspeed import flat_optimizer, is_engine
 from bytecheckpoint.adapters.frameworks.detect import check_known, refuse_absent
-from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry, is_megatron_module, refuse_inside
+from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry, is_megatron_module, refuse_megatron
 from bytecheckpoint.adapters.frameworks.megatron_optimizer import is_megatron_optimizer, megatron_optimizer_entry
 from bytecheckpoint.adapters.frameworks.megatron_sharded import is_sharded_leaf
 from bytecheckpoint.adapters.frameworks.zero_partitions import is_wrapper
@@ -225,8 +225,7 @@ def _entry_of_modules(fqn: str, stages: Sequence[Stage], framework: str) -> _MOD
     if framework in {"auto", "megatron"}:
         if all(map(is_megatron_module, modules)) and not any(map(is_engine, modules)):
             return MegatronEntry(fqn, modules)
-        for module in modules:
-            refuse_inside(fqn, module)
+        refuse_megatron(fqn, modules)
     return ModuleEntry(fqn, stages)
 
 

@@ -129,5 +129,7 @@ class Packer:
             self._row = torch.empty(0, dtype=tokens.dtype, device=_HOST)
         if tokens.dtype != self._row.dtype:
             raise ValueError(f"a document has tokens of {tokens.dtype} and those before it of {self._row.dtype}")
-        self._documents.append(tokens)
         self._num_tokens += tokens.numel()
+        # A source may reuse the memory of an array or a tensor for its next document, while this one waits for it.
+        is_waiting = self._num_tokens < self._length
+        self._documents.append(tokens.clone() if is_waiting and not isinstance(document, list) else tokens)

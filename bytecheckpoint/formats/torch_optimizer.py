@@ -86,7 +86,7 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
     if not all(type(of_group) is list for of_group in names) or [len(each or ()) for each in names] != counts:
         return None
     found = [name for of_group in names for name in of_group or ()]
-    return found if len(set(found)) == len(found) and all(type(name) is str for name in found) else None
+    return found if all(type(name) is str for name in found) and len(set(found)) == len(found) else None
 
 
 def _tree_of_flattened(value: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -140,7 +140,8 @@ class Places(NamedTuple):
 
 def place_all(parts: Sequence[Part], byte_offset: int, targets: Targets, fetched: memoryview) -> None:
     """Puts parts of the bytes that were read from `byte_offset` of a file into their targets; copies to devices may go
-    on afterwards. `fetched` is writable.
+    on afterwards. `fetched` is writable. Converts another dtype, and raises CheckpointMismatchError (dtype) if a value
+    does not fit the target's dtype.
     """
     others: Sequence[Part] = parts
     if len(parts) >= FEW_PIECES:
@@ -180,7 +181,9 @@ def _place_flat(part: FlatPart, content: memoryview, targets: Targets) -> None:
 
 
 def _place_box(part: BoxPart, content: memoryview, targets: Targets) -> None:
-    """Copies the elements of a box from the bytes that were read for it into its target; converts other dtypes."""
+    """Copies the elements of a box from the bytes that were read for it into its target; converts another dtype. Raises
+    CheckpointMismatchError (dtype) if a value does not fit the target's dtype.
+    """
     lengths, strides = box_layout(part)
     shard, stored_dtype, lane = targets.shards[part.want], targets.stored_dtypes[part.want], targets.lane(part.want)
     dtype = torch_dtype(stored_dtype)
@@ -263,4 +266,5 @@ def _are_negative(values: torch.Tensor) -> torch.Tensor:
         values = values.real
     if not values.dtype.is_signed:
         return torch.zeros(values.shape, dtype=torch.bool, device=values.device)
-    return (values.float() if values.is_floating_point() else values) < 0
+    # Not of a float64: a tiny one would become 0 as a float32.
+    return (values.float() if values.is_floating_point() and values.itemsize < 4 else values) < 0

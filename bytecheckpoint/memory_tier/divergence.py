@@ -51,7 +51,7 @@ class DivergentReplica(msgspec.Struct, frozen=True, array_like=True):
 
 
 def staged_file(owner: int, number: int, file: DataFile) -> StagedFile:
-    """Returns the record of a file that was staged."""
+    """Returns the record of a staged file, with one digest of all its extents."""
     return StagedFile(owner, number, xxhash.xxh3_64_intdigest(np.array(file.extent_digests, "<u8").tobytes()))
 
 

@@ -66,8 +66,10 @@ def _text_of(path: Path) -> str:
     try:
         with path.open(encoding="utf-8") as file:
             return file.read(MAX_CHARACTERS + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+    except (OSError, ValueError) as error:  # a path with a null character is a ValueError
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        if isinstance(error, UnicodeDecodeError):
+            reason = "it is not text in UTF-8"
         raise CheckpointMismatchError(
             f"there is no name map {str(path)!r:.300}, by that name or at that path: {reason}; nothing was loaded or "
             f"written: the library has {', '.join(shipped_maps())}, and takes the path of a map of your own",

@@ -372,6 +372,20 @@ def test_documents_that_make_no_rows_are_refused_with_the_reason(documents: list
         list(Packer(documents, 2))
 
 
+@pytest.mark.parametrize("view", [lambda each: each, torch.from_numpy], ids=["array", "tensor"])
+def test_a_source_may_reuse_the_memory_of_its_documents(view: Callable[[np.ndarray], Any]) -> None:
+    """Documents that fill no row yet had the tokens of the last one."""
+
+    class Reusing:
+        def __iter__(self) -> Iterator[Any]:
+            buffer = np.zeros(2, np.int64)
+            for number in range(4):
+                buffer[:] = number
+                yield view(buffer)
+
+    assert [row.tolist() for row in Packer(Reusing(), 3)] == [[0, 0, 1], [1, 2, 2]]
+
+
 def test_the_tokens_of_a_document_are_found_in_a_dict_and_rows_of_another_length_are_refused() -> None:
     packer = Packer([{"ids": [1, 2, 3]}], 2, key="ids")
     assert [row.tolist() for row in packer] == [[1, 2]]

@@ -396,6 +396,22 @@ def test_state_of_an_optimizer_whose_keys_come_to_one_name_stays(tmp_path: Path)
     assert (found["state.0.step"], found["state.w.step"]) == (1, 2)
 
 
+@pytest.mark.parametrize("names", [[["w"]], [{}], [None, "w"]])
+def test_names_of_parameters_that_are_no_texts_are_plain_data(tmp_path: Path, names: list[Any]) -> None:
+    """The file was a TypeError."""
+    groups = [{"params": list(range(len(names))), "param_names": names, "lr": 0.1}]
+    state = {"state": {0: {"step": 1}}, "param_groups": groups}
+    assert plain_leaves(bcp.open(save(state, tmp_path)))["state.0.step"] == 1
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), {"w": torch.ones(2)}, "text"], ids=["tensor", "dict", "text"])
+def test_a_file_of_pickle_protocol_0_is_not_called_damaged(tmp_path: Path, value: Any) -> None:
+    torch.save({"x": value}, tmp_path / "old.pt", pickle_protocol=0)
+    with pytest.raises(bcp.CheckpointCorruptError, match="it is of protocol 0, which this release cannot") as caught:
+        bcp.open(tmp_path / "old.pt")
+    assert "nothing is known to be wrong with the file: save it again" in caught.value.message
+
+
 class Reduced:
     """Pickled, it is a call of a function with these arguments."""
 

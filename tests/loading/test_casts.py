@@ -50,6 +50,7 @@ if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7
         (torch.float32, [1.0, -2.0], torch.float8_e8m0fnu),
         (torch.int64, [-3], torch.float8_e8m0fnu),
         (torch.float64, [1e300], torch.float8_e8m0fnu),
+        (torch.float64, [1.0, -1e-300], torch.float8_e8m0fnu),
     ]
     FIT += [(torch.float32, [1.0, 0.5], torch.float8_e8m0fnu)]
     NAN_STAYS += [torch.float8_e8m0fnu]

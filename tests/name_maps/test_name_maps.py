@@ -406,6 +406,13 @@ def test_a_map_that_is_not_there_is_said_to_be_none(tmp_path: Path, content: byt
         bcp.open(tmp_path / "c", options=bcp.LoadOptions(name_map=path))
 
 
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
+def test_a_name_that_is_no_path_is_no_map(name: str) -> None:
+    with pytest.raises(CheckpointMismatchError, match="there is no name map 'a") as caught:
+        choose(name)
+    assert caught.value.kind == "conflict"
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

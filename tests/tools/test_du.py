@@ -46,6 +46,15 @@ def test_checkpoints_in_folders_of_a_checkpoint_are_counted_once(call, tmp_path)
     assert found["num_bytes"] + found["other_num_bytes"] == bytes_of(tmp_path / "c")
 
 
+def test_data_files_that_are_gone_or_cut_short_count_what_is_there(call, root) -> None:
+    for step, change in ((5, lambda path: path.unlink()), (1000, lambda path: path.write_bytes(b"1" * 100))):
+        folder = root / f"step_{step:08d}"
+        change(max((folder / "data").iterdir(), key=lambda path: path.stat().st_size))
+        (item,) = call("du", folder, "--json").json["checkpoints"]
+        assert item["num_bytes"] == bytes_of(folder / "data")
+        assert item["num_bytes"] + item["other_num_bytes"] == bytes_of(folder)
+
+
 def test_links_in_a_circle_are_not_followed(call, root) -> None:
     before = call("du", root, "--json").json
     (root / "step_00000005" / "of_a_user").mkdir()

@@ -74,6 +74,23 @@ def test_a_bucket_holds_the_same(call, folders, bucket, name) -> None:
     assert shown["path"] == paths[0]
 
 
+@pytest.mark.parametrize(
+    ("names", "sign"),
+    [
+        (["pytorch_model_fsdp_0"], "pytorch_model_fsdp_0"),
+        (["optimizer_0"], "optimizer_0"),
+        (["model"], ".metadata in the folder model"),
+        (["optimizer"], ".metadata in the folder optimizer"),
+        (["model", "optimizer"], ".metadata in the folders model and optimizer"),
+    ],
+    ids=str,
+)
+def test_the_origin_of_folders_is_told_by_those_that_are_there(call, tmp_path, names, sign) -> None:
+    for name in names:
+        dcp.save({name: {"w": torch.ones(2)}}, checkpoint_id=tmp_path / name, no_dist=True)
+    assert call("doctor", "--checkpoint", tmp_path, "--json").json["told_by"] == sign
+
+
 @pytest.mark.parametrize("name", ["megatron", "ranks"])
 def test_a_missing_rank_is_an_exit_code_and_one_line(call, folders, tmp_path, name) -> None:
     kept = next(path for path in sorted((folders / name).rglob("*.pt")) if "0" in path.parent.name + path.name)

@@ -78,6 +78,7 @@ def test_a_limit_says_how_many_rows_it_leaves_out(call, runs) -> None:
 
 @pytest.mark.parametrize("option", ["--columns", "--sort"])
 def test_a_name_that_is_no_column_is_refused_with_the_names_that_are(call, runs, option) -> None:
+    assert call("ls", runs, option, "loss", "--json").json["error"]["kind"] == "conflict"
     ended = call("ls", runs, option, "loss")
     assert (ended.code, ended.out) == (2, "")
     assert "'loss'" in ended.err

@@ -97,7 +97,7 @@ def find_difference(a: TensorElements, b: TensorElements, tolerance: Tolerance |
 
 
 def same_bytes(a: memoryview, b: memoryview) -> bool:
-    """Returns True if two runs of bytes are equal, at the speed of memory."""
+    """Returns True if two runs of bytes of one length are equal, at the speed of memory."""
     whole_bytes = len(a) // 8 * 8
     words = np.frombuffer(a[:whole_bytes], np.uint64), np.frombuffer(b[:whole_bytes], np.uint64)
     return np.array_equal(*words) and bytes(a[whole_bytes:]) == bytes(b[whole_bytes:])

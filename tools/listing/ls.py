@@ -19,7 +19,7 @@ from ..arguments import AccessOptions, with_limit_option, with_output_options
 from ..completion.param_types import StoredPath
 from ..render.number_format import count_text, size_text
 from ..render.terminal import Screen, print_json, without
-from .ls_table import COLUMN_NAMES, named_columns, print_table, sort_rows
+from .ls_table import COLUMN_NAMES, ListColumn, named_columns, print_table, sort_rows
 
 _EXAMPLE = """\b
 Example:
@@ -72,6 +72,7 @@ def ls(
         by_run = _by_run(in_order)
         listing = listing._replace(checkpoints=[item for run in _by_run(listing.checkpoints) for item in by_run[run]])
     found = listing.checkpoints
+    named = named_columns(found, columns)
     if as_json:
         print_json(
             {
@@ -82,7 +83,7 @@ def ls(
             }
         )
     else:
-        _print(str(store), listing, columns, limit=limit)
+        _print(str(store), listing, named, limit=limit)
     return exit_codes.CORRUPT if any(item.is_damaged for item in found) else exit_codes.FINE
 
 
@@ -104,10 +105,9 @@ def _mixed_root_warning(found: Sequence[ListedCheckpoint]) -> str | None:
     return None
 
 
-def _print(root: str, listing: CheckpointList, columns: Sequence[str], *, limit: int) -> None:
+def _print(root: str, listing: CheckpointList, named: Sequence[ListColumn], *, limit: int) -> None:
     screen = Screen()
     found = listing.checkpoints
-    named = named_columns(found, columns)
     screen.line(f"{root}: {_totals(found)}", style="bold")
     now = datetime.now(UTC)
     for run, of_run in _by_run(found).items():

@@ -11,6 +11,7 @@ from bytecheckpoint.errors import CheckpointNotFoundError, StorageError, UnsafeC
 from bytecheckpoint.formats.detect import find_file, find_folder
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, manifest_of
 from bytecheckpoint.info import OWN_FORMAT
+from bytecheckpoint.manifest.records import DataFile
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.deletion import LEASES_FOLDER, METRICS_FOLDER
@@ -47,8 +48,8 @@ class CheckpointSpace:
     step: int | None
     committed: bool
     num_bytes: int
-    """Bytes of the data files that it reads and that lie in its own folder; of all there if it is not committed. 0 if
-    the manifest cannot be read."""
+    """Bytes of the data files that it reads and that lie in its own folder, as far as they are there; of all there if
+    it is not committed. 0 if the manifest cannot be read."""
     shared_num_bytes: int
     """Bytes of data files that it reads and that lie elsewhere: a link to another checkpoint."""
     other_num_bytes: int
@@ -86,16 +87,19 @@ def space_of(found: FoundCheckpoint, item: ListedCheckpoint, list_folder: _ListF
     """Returns the space of one checkpoint; `list_folder` returns the entries of a folder in its store. Raises
     CheckpointNotFoundError if it was deleted meanwhile, and StorageError.
     """
-    file_bytes, linked_bytes, entries = 0, 0, list[EntrySpace]()
+    file_bytes, linked_bytes, entries, own_files = 0, 0, list[EntrySpace](), list[DataFile]()
     if item.committed and not item.problem:
         manifest = manifest_of(found)
         num_bytes = sum(file.byte_length for file in manifest.files)
         file_bytes, linked_bytes = (0, num_bytes) if manifest.linked_to else (num_bytes, 0)
+        own_files = [] if found.foreign or manifest.linked_to else [*manifest.files]
         entries = _entries(ManifestSummary(manifest))
     elif not item.committed:
         file_bytes = item.num_bytes
     other_bytes, problem = 0, item.problem
     try:
+        if own_files:
+            file_bytes = _bytes_present(own_files, found.folder, list_folder)
         if _owns_folder(found, item, list_folder):
             other_bytes = max(_bytes_below(item.folder, list_folder) - file_bytes, 0)
         elif item.problem:
@@ -141,6 +145,12 @@ def _owns_folder(found: FoundCheckpoint, item: ListedCheckpoint, list_folder: _L
         return not found.foreign.file
     folder, _, name = item.folder.rpartition("/")
     return not name or list_folder(folder).get(name) is None
+
+
+def _bytes_present(files: Sequence[DataFile], folder: str, list_folder: _ListFolder) -> int:
+    """Returns the bytes of data files that are in a checkpoint's folder: one may be gone, or cut short."""
+    held = list_folder(join_name(folder, layout.DATA_FOLDER)) if layout.DATA_FOLDER in list_folder(folder) else {}
+    return sum(min(file.byte_length, held.get(file.name.rpartition("/")[2]) or 0) for file in files)
 
 
 def _bytes_below(folder: str, list_folder: _ListFolder) -> int:

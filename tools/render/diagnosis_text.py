@@ -56,7 +56,7 @@ def print_diagnosis(diagnosis: CheckpointDiagnosis) -> None:
         screen.paragraph("To write it in another format:", style="bold")
         screen.line(f"    {diagnosis.convert}")
     if diagnosis.neighbours:
-        _print_neighbours(screen, diagnosis.neighbours, is_alone=diagnosis.error is not None)
+        _print_neighbours(screen, diagnosis.neighbours, are_below=diagnosis.error is not None)
 
 
 def _print_code(screen: Screen, codes: Sequence[LoadCode]) -> None:
@@ -115,7 +115,7 @@ def _rows(parts: Sequence[Part]) -> list[list[str]]:
     return rows
 
 
-def _print_neighbours(screen: Screen, neighbours: Sequence[Neighbour], *, is_alone: bool) -> None:
-    screen.paragraph("Checkpoints there:" if is_alone else "Beside it:", style="bold")
+def _print_neighbours(screen: Screen, neighbours: Sequence[Neighbour], *, are_below: bool) -> None:
+    screen.paragraph("Checkpoints there:" if are_below else "Beside it:", style="bold")
     rest = ": `bcp ls` lists all"
     screen.section(_NEIGHBOURS, neighbours, limit=_MAX_NEIGHBOURS, rest=rest)

@@ -307,13 +307,21 @@ def is_megatron_module(value: object) -> bool:
     return isinstance(value, torch.nn.Module) and callable(getattr(unwrapped(value), "sharded_state_dict", None))
 
 
-def refuse_inside(fqn: str, module: torch.nn.Module) -> None:
-    """Raises CheckpointSaveError (unsupported_value) for a module that hides one of Megatron's: parts of a tensor would
-    be taken for replicas.
+def refuse_megatron(fqn: str, modules: Sequence[torch.nn.Module]) -> None:
+    """Raises CheckpointSaveError (unsupported_value) if one of the modules, which are to be saved as those of torch, is
+    or holds one of Megatron's: parts of a tensor would be taken for replicas.
     """
-    all_kinds = dict.fromkeys(map(type, torch.nn.Module.modules(module)))
-    kinds = [kind for kind in all_kinds if hasattr(kind, "sharded_state_dict")]
-    if kinds:
-        what = f"a {type(module).__name__} without sharded_state_dict() that holds Megatron's {kinds[0].__name__}"
-        advice = "pass the modules inside, or give it that method; where Megatron splits no tensor, pass framework="
-        raise unsupported(fqn, what, f'{advice}"ddp" (or "deepspeed")')
+    is_mixed = not all(map(is_megatron_module, modules))
+    for module in modules:
+        all_kinds = dict.fromkeys(map(type, torch.nn.Module.modules(module)))
+        kinds = [kind for kind in all_kinds if hasattr(kind, "sharded_state_dict")]
+        if not kinds:
+            continue
+        if kinds[0] is type(module) or (is_mixed and is_megatron_module(module)):
+            what = f"a list that holds Megatron's {kinds[0].__name__} and modules that are not Megatron's"
+            advice = "pass Megatron's modules under a key of their own"
+        else:
+            what = f"a {type(module).__name__} without sharded_state_dict() that holds Megatron's {kinds[0].__name__}"
+            advice = "pass the modules inside, or give it that method"
+        advice += '; where Megatron splits no tensor, pass framework="ddp" (or "deepspeed")'
+        raise unsupported(fqn, what, advice)

@@ -20,6 +20,10 @@ _MAX_ON_STACK, _MAX_IN_MEMO = 1 << 20, 1 << 22
 _MAX_KEY_ITEMS = 64
 _MAX_INT_BYTES = 1024
 _MAX_COLLIDING = 1 << 13
+_PROTO = b"\x80"
+"""First instruction of a pickle of protocol 2 or later."""
+_OF_PROTOCOL_0 = {"UNICODE", "STRING", "PERSID"}
+"""Instructions that later protocols do not have. torch itself cannot load a tensor of protocol 0."""
 _ITEM_BYTES = 8
 """Size of an item of a list, a dict or a shape."""
 
@@ -92,6 +96,8 @@ class _Machine:
         for opcode, arg, self.position in genops(content):  # type: ignore[assignment]  # None only without `tell`
             step = steps.get(opcode.code)
             if step is None:
+                if opcode.name in _OF_PROTOCOL_0 and not content.startswith(_PROTO):
+                    raise UnheldValueError("it is of protocol 0", "save it again with torch.save's own pickle_protocol")
                 raise PickleError(f"it has the instruction {opcode.name} at byte {self.position}, which is not read")
             step(arg)
             if len(stack) > _MAX_ON_STACK or len(memo) > _MAX_IN_MEMO:

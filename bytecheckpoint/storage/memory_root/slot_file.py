@@ -275,8 +275,8 @@ def remove_stale_temporaries(folder: str) -> None:
 
 
 def _decode(content: bytes, capacity: int) -> SlotHeader | int | None:
-    """Returns the header at the start of a slot, how many bytes it needs if these are too few, or None if it is torn
-    or does not fit the file.
+    """Returns the header at the start of a slot; the number of bytes that it needs, if `content` is exactly one page
+    and too short; None if it is torn or does not fit the file.
     """
     if len(content) < _PREFIX.size:
         return None

@@ -122,6 +122,14 @@ def test_a_stage_that_hides_one_of_megatron_is_refused(tmp_path: Path) -> None:
             bcp.save(tmp_path, {"model": stages})
 
 
+def test_megatron_modules_in_a_list_with_others_are_refused_for_the_list(tmp_path: Path) -> None:
+    """The text said that Megatron's own module had no sharded_state_dict()."""
+    model = Model([Spec("a", (2,))], ONE, counting)
+    for modules in ([nn.Linear(2, 2), model], [Wrapper(model), nn.Linear(2, 2)]):
+        with pytest.raises(bcp.CheckpointSaveError, match="a list that holds Megatron's Model and modules"):
+            bcp.save(tmp_path, {"model": modules})
+
+
 def with_head() -> nn.Module:
     model = Wrapper(Model([Spec("a", (2,))], ONE, counting))
     model.head = nn.Parameter(torch.ones(2))

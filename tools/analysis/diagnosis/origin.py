@@ -92,10 +92,12 @@ def _of_model_folder(kind: str, manifest: Manifest, listing: Listing) -> Origin:
 
 
 def _of_folders(listing: Listing) -> Origin:
-    if "pytorch_model_fsdp_0" in listing or "optimizer_0" in listing:
+    if sign := _first_match(listing, "pytorch_model_fsdp_0", "optimizer_0"):
         is_trainer = "trainer_state.json" in listing
-        return Origin(f"{'the Trainer of transformers' if is_trainer else 'Accelerate'} (FSDP)", "pytorch_model_fsdp_0")
-    return Origin("the open-source ByteCheckpoint", ".metadata in the folders model and optimizer")
+        return Origin(f"{'the Trainer of transformers' if is_trainer else 'Accelerate'} (FSDP)", sign)
+    folders = [name for name in ("model", "optimizer") if name in listing and listing[name] is None]
+    where = f"folder{'s' if len(folders) > 1 else ''} {' and '.join(folders)}"
+    return Origin("the open-source ByteCheckpoint", f".metadata in the {where}")
 
 
 def _of_deepspeed(listing: Listing) -> Origin:
