@@ -145,6 +145,19 @@ def shard(name: str, key: str, rank: int, num_ranks: int) -> torch.Tensor:
     return torch.cat([mine, torch.full((share - mine.numel(),), 99.0)])
 
 
+def test_weights_in_nested_dicts_are_those_in_full_precision(tmp_path: Path, classes: types.SimpleNamespace) -> None:
+    """As Megatron-DeepSpeed writes them."""
+    write_shared(tmp_path / "ds", 1, classes)
+    file = tmp_path / "ds" / "mp_rank_00_model_states.pt"
+    saved = torch.load(file, weights_only=False)
+    saved["module"] = {"language_model": {name: saved["module"][name] for name in SHAPES}}
+    saved["shared_params"] = {}
+    torch.save(saved, file)
+    stored = bcp.open(tmp_path / "ds")
+    for name in SHAPES:
+        assert torch.equal(stored[f"model.{name}"][...], value(name, "weight"))
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 11])
 def test_parameters_are_found_in_what_ranks_share(tmp_path: Path, num_ranks: int, classes: Any) -> None:
     write_shared(tmp_path / "run" / "global_step7", num_ranks, classes)
