@@ -236,8 +236,8 @@ def resume(
         The report, with `sources`; None, with the state unchanged, where no finished save was found.
 
     Raises:
-        CheckpointCorruptError: Something was saved, and none of it can be loaded. The message lists it, and says if the
-            state is unchanged or undefined.
+        CheckpointCorruptError: Something was saved, and none of it can be loaded, or its newest step may be of a later
+            release. The message says so, and if the state is unchanged or undefined.
         CheckpointMismatchError: `options` has no memory; or as `load`.
         CheckpointError: As `load`.
     """

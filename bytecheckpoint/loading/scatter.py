@@ -33,6 +33,9 @@ _NAN_CODES = {
     "float8_e8m0fnu": (0xFF,),
 }
 """The bytes of NaN in dtypes that may turn numbers into it: others have an infinity."""
+_COMPARABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_E4M3FN_END = 464
+"""The last number that is rounded to the largest of float8_e4m3fn, 448."""
 
 
 class Targets:
@@ -245,7 +248,7 @@ def _are_finite(values: torch.Tensor) -> torch.Tensor:
 
 
 def _are_lost_in_float8(stored: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Returns a mask of the numbers that become NaN in this dtype, or lose their sign."""
+    """Returns a mask of the numbers that become NaN in this dtype or exceed it, and of negative ones if it has none."""
     # By the bytes, with numpy: torch takes ten times as long to convert float8 back, and four times the memory.
     codes = stored.to(torch_dtype(dtype)).view(torch.uint8).numpy()
     first, *others = _NAN_CODES[dtype]
@@ -255,6 +258,9 @@ def _are_lost_in_float8(stored: torch.Tensor, dtype: str) -> torch.Tensor:
     lost = torch.from_numpy(np.asarray(is_nan))  # of a 0-d tensor it is a number
     if stored.is_floating_point() and is_nan.any():
         lost &= ~torch.isnan(stored.float())
+    if dtype == "float8_e4m3fn":  # torch makes the largest number of what exceeds it, and NaN in other releases
+        values = stored if stored.dtype in _COMPARABLE else stored.float()
+        lost |= (values > _E4M3FN_END) | (values < -_E4M3FN_END)
     if dtype == "float8_e8m0fnu":  # which has no negative numbers
         lost |= _are_negative(stored)
     return lost

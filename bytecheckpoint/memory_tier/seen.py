@@ -156,7 +156,7 @@ def look_at_path(
     cannot be read; and, as not committed, the files that any other save of `folders` has in its folder.
 
     Raises StorageError if a listing fails. If `folders` is empty, also raises StorageError or CheckpointCorruptError
-    (unsupported_version) about the manifest of the newest step. Other manifests raise nothing.
+    (unsupported_version) about the newest manifest that is not damaged. Others raise nothing.
     """
     found: list[VersionAtPath] = []
     for step in islice(_steps_at(store, abandoned), max_steps):

@@ -44,6 +44,8 @@ FIT = [
     (torch.float64, -2.0, torch.float8_e4m3fnuz),
     (torch.bool, [True, False], torch.uint32),
 ]
+UNFIT += [(torch.float32, [1.0, each], torch.float8_e4m3fn) for each in (465.0, -1e6, float("inf"))]
+UNFIT += [(torch.int64, [-(2**63)], torch.float8_e4m3fn), (torch.int16, [500], torch.float8_e4m3fn)]
 NAN_STAYS = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float16]
 if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7
     UNFIT += [
@@ -74,6 +76,10 @@ def test_a_value_that_does_not_fit_is_an_error(
     ) as caught:
         loaded(tmp_path, stored, values, wanted)
     assert caught.value.kind == "dtype"
+
+
+def test_a_value_that_is_rounded_to_the_largest_fits(tmp_path: Path) -> None:
+    assert loaded(tmp_path, torch.float32, [464.0, -464.0], torch.float8_e4m3fn).tolist() == [448.0, -448.0]
 
 
 @pytest.mark.parametrize(("stored", "values", "wanted"), FIT, ids=str)
