@@ -304,7 +304,7 @@ class CheckpointView:
         return {name if fqn else name.removesuffix("."): fqn for name, fqn in by_name.items()}
 
     def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
-        """Returns the innermost FQN at or above this one for which this rank has no value, and its RankMissing."""
+        """Returns the innermost FQN at or above this one without a value for this rank, and why; None without such."""
         parts = fqn.split(".") if self.missing else []
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         return next(((name, self.missing[name]) for name in names if name in self.missing), None)

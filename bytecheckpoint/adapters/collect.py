@@ -123,12 +123,9 @@ def _no_state(state: object) -> CheckpointSaveError:
 
 def _walk_state(state: Mapping[str, Any]) -> Iterator[_Value]:
     bare = bare_tensors(state)
-    if bare:
-        for key in bare:
-            check_key(key, "the state")
-        yield _Value("", bare, state, "tensors")
     for key, value in state.items():
         if key in bare:
+            check_key(key, "the state")
             continue
         # Each entry counts the depth of its plain data itself: this limit only ends the walk of what contains itself.
         content = _content_of(value, str(key), 2 * MAX_DEPTH)
@@ -138,6 +135,8 @@ def _walk_state(state: Mapping[str, Any]) -> Iterator[_Value]:
         if sharded:
             yield _Value(str(key), sharded, None, "sharded")
         yield from (each for each in values if each.kind != "sharded")
+    if bare:  # last: where one is also an item of a tuple, which cannot be replaced, it is the bare one that is
+        yield _Value("", bare, state, "tensors")
 
 
 def _walk_item(container: Any, key: Any, value: Any, content: _Content, fqn: str) -> Iterator[_Value]:
@@ -203,7 +202,7 @@ def _entries_of_item(item: _Value, framework: str) -> Sequence[Entry]:
         case "data":
             return [DataLoaderEntry(item.fqn, item.value)]
         case "tensors":
-            return [BareTensorsEntry(item.value, item.found.update)]
+            return [BareTensorsEntry(item.found, item.value)]
         case "stateful":
             inside = modules_inside(item.value)
             if inside is None:
@@ -345,7 +344,8 @@ def collect_all(entries: list[Entry]) -> list[EntryContents]:
         if clashing := (known_names & contents.names) | (known_trees & contents.plain.keys()):
             name, earlier = min(clashing), zip(entries, collected, strict=False)
             owner = next(entry for entry, known in earlier if name in known.names or name in known.plain)
-            advice = f"rename one: {owner.fqn or name!r} and {entry.fqn or name!r} in the state both give it"
+            first, second = (name if isinstance(each, BareTensorsEntry) else each.fqn for each in (owner, entry))
+            advice = f"rename one: {first!r} and {second!r} in the state both give it"
             raise unsupported(name, "the name of two values", advice)
         if len(entries) > 1:  # a single entry clashes with none, and may have 100,000 names
             known_names |= contents.names

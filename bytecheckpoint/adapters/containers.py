@@ -188,10 +188,17 @@ class BareTensorsEntry(PlainEntry):
     and an entry for each would cost more than its bytes.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], assign: Callable[[Any], None]) -> None:
-        """`tensors` are by state FQN. `assign` puts others in their place."""
-        super().__init__("", tensors, assign)
+    def __init__(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """`tensors` are those of `state`, by state FQN."""
+        super().__init__("", tensors, self._put)
+        self._state = state
         self.fqns = tensors.keys()
+
+    def _put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Puts those of these tensors into the state that are others now, one by one: it may be a subclass of dict."""
+        for fqn, tensor in tensors.items():
+            if self._state[fqn] is not tensor:
+                self._state[fqn] = tensor
 
     def collect(self) -> EntryContents:
         return EntryContents(WholeTensors(tuple(self._value), [*self._value.values()]), set(self.fqns))
@@ -206,7 +213,7 @@ class BareTensorsEntry(PlainEntry):
         self._is_filled_in_place = True
         shards = LocalShards(with_addresses=True)
         shards.add_all(self._value.items())
-        return Expectation(shards.found, set(), [])
+        return Expectation(shards.found, set(self.fqns), [])  # a DTensor may have no shard on this rank
 
 
 def bare_tensors(state: Mapping[Any, Any]) -> dict[str, torch.Tensor]:

@@ -248,7 +248,8 @@ def _separate(
         if match.stored_fqns[first] != match.stored_fqns[second] and _are_same(match.shards, first, second)
     }
     others = [entry for entry in entries if isinstance(entry, PlainEntry | StatefulEntry)] if stored else []
-    by_entry = ((entry, [fqn for fqn in stored if is_at_or_below(fqn, roots_of([entry]))]) for entry in others)
+    roots = ((entry, roots_of([entry])) for entry in others)
+    by_entry = ((entry, [fqn for fqn in stored if is_at_or_below(fqn, of_entry)]) for entry, of_entry in roots)
     shards = chain.from_iterable(entry.expect_separate(fqns) for entry, fqns in by_entry if fqns)
     return [(shard, stored[shard.fqn]) for shard in shards]
 

@@ -72,6 +72,39 @@ def test_a_module_in_a_tuple_keeps_the_tensor_beside_it(tmp_path: Path) -> None:
     assert state["pair"][1] is restored.bias
 
 
+def test_a_tensor_in_a_tuple_keeps_its_value_and_a_bare_one_tied_to_it_gets_its_own(tmp_path: Path) -> None:
+    linear, tied = nn.Linear(2, 2), torch.zeros(3)
+    bcp.save(tmp_path, {"w": torch.full((3,), 2.0), "l": (torch.ones(3), linear)})
+    state = {"w": tied, "l": (tied, linear)}
+    bcp.load(tmp_path, state)
+    assert same_value(tied, torch.ones(3))
+    assert same_value(state["w"], torch.full((3,), 2.0))
+
+
+class OneByOne(dict[str, Any]):
+    """A dict that notes what is set, and refuses `update`, as transformers' outputs do."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.names_set: list[str] = []
+
+    def __setitem__(self, name: str, value: object) -> None:
+        self.names_set.append(name)
+        super().__setitem__(name, value)
+
+    def update(self, *_values: object) -> None:  # type: ignore[override]
+        raise RuntimeError("one by one")
+
+
+def test_a_subclass_of_dict_gets_only_the_tensors_that_are_others_now(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"a": torch.ones(3), "b": torch.full((3,), 2.0), "c": torch.ones(1)})
+    tied = torch.zeros(3)
+    state = OneByOne({"a": tied, "b": tied, "c": torch.zeros(1)})
+    bcp.load(tmp_path, state)
+    assert state.names_set == ["b"]
+    assert same_value(state["b"], torch.full((3,), 2.0))
+
+
 class Tracker:
     """Has one tensor under two names until `split`."""
 
