@@ -160,10 +160,10 @@ def _is_same(key: Any, first: RankFile, other: RankFile, comparer: Comparer) -> 
     """Returns True if both ranks have the same value under this key, except for the numbers of the ranks."""
     if key not in first.value:
         return False
-    values = [(file.saved, file.value[key]) for file in (first, other)]
+    here, there = first.value[key], other.value[key]
     if key == _ARGS:
-        values = [(saved, _common(value)) for saved, value in values]
-    return comparer.same_value(*values, fqn=str(key)) is True
+        here, there = _common(here), _common(there)
+    return comparer.same_value((first.saved, here), (other.saved, there), str(key)) is True
 
 
 def _common(args: Any) -> Any:
