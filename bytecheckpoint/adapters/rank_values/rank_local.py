@@ -29,7 +29,7 @@ from bytecheckpoint.adapters.rank_values.generators import (
     with_states,
 )
 from bytecheckpoint.adapters.rank_values.merge_values import MergeRule, MergeTarget, check_mergeable
-from bytecheckpoint.adapters.rank_values.rng_state import RngState, is_rng_state
+from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.adapters.stateful import add_metadata, give_state, is_stateful
 from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, contents_of, is_sharded
@@ -143,7 +143,7 @@ class RankLocalEntry:
             return Expectation([], claims, [])
         if missing:
             return Expectation([], claims, [rank_missing(self.fqn, missing[0].num_saved)])
-        if isinstance(self._holder.value, RngState) and not is_rng_state(found.tree):
+        if isinstance(self._holder.value, RngState) and not self._holder.value.has_saved(found.tree):
             return Expectation([], claims, [Problem("conflict", self.fqn, f"{self.fqn}: {_NO_RNG_STATE}")])
         self._found = found
         if not all(map(checkpoint.takes, values)) and not self._current:

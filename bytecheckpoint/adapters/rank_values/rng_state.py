@@ -20,14 +20,6 @@ _PARTS: Mapping[str, Collection[str]] = {"cuda": ("current", "devices"), "megatr
 _KEYS = frozenset({"python", "numpy", "torch", "at", ROOT, *_PARTS})
 
 
-def is_rng_state(tree: Any) -> bool:
-    """Returns True for a dict with no other keys than a `RngState` saves, which may have a part of them."""
-    if not isinstance(tree, dict) or not tree.keys() <= _KEYS:
-        return False
-    parts = ((tree[name], keys) for name, keys in _PARTS.items() if name in tree)
-    return all(isinstance(part, dict) and part.keys() >= {*keys} for part, keys in parts)
-
-
 class RngState:
     """The random number generators of this process, for the state of a save or a load: `{"rng": bcp.RngState()}`.
 
@@ -102,14 +94,21 @@ class RngState:
             megatron_rng.set_tracker(state["megatron"])
         self._root = state.get(ROOT)
 
+    def has_saved(self, tree: Any) -> bool:
+        """Returns True for a dict with no other keys than this class saves, which may have a part of them."""
+        if not isinstance(tree, dict) or not tree.keys() <= _KEYS:
+            return False
+        parts = ((tree[name], keys) for name, keys in _PARTS.items() if name in tree)
+        return all(isinstance(part, dict) and part.keys() >= {*keys} for part, keys in parts)
+
     def chosen(self, saved: SavedByRank, rank: int, moment: str) -> Any:
         """Returns the state that this rank gets; None if it keeps its own. If another value than the state of an
         RngState was saved, returns that. `moment` names the save in streams' keys.
         """
         of_first = saved.tree(min(saved.data))
-        source = self._source(saved, rank) if is_rng_state(of_first) else min(saved.data)
+        source = self._source(saved, rank) if self.has_saved(of_first) else min(saved.data)
         tree: dict[str, Any] = {} if source is None else saved.tree(source)
-        if not is_rng_state(tree):
+        if not self.has_saved(tree):
             return tree
         root: bytes | None = None
         if self.elastic == "fold":

@@ -116,6 +116,9 @@ class PassOrder(RngState):
         # Nested: nothing else takes them for the present random state.
         return {"at": self.at, "begun": self._noted, "read": self._read}
 
+    def has_saved(self, tree: Any) -> bool:
+        return isinstance(tree, dict) and {"begun"} <= tree.keys() <= {"at", "begun", "read"}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._noted, self._read = state["begun"], state.get("read", {})
 
