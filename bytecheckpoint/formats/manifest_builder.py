@@ -92,20 +92,27 @@ class ManifestBuilder:
         self._refuse_taken(fqn)
         self.aliases[fqn] = stored_fqn
 
-    def take_in(self, other: ManifestBuilder, entry: str) -> None:
+    def take_in(self, other: ManifestBuilder, entry: str = "") -> None:
         """Adds the files, tensors and aliases of another checkpoint as an entry of this one: `entry` precedes the names
-        of tensors and aliases. The other's plain data is not added.
+        of tensors and aliases. The other's plain data is not added. Without an entry, all names stay, and the plain
+        data is added.
 
         Raises CheckpointMismatchError (conflict) for a name that is taken.
         """
         first = len(self.files)
         self.files += other.files
+        self.num_pieces += other.num_pieces
         for fqn, record in other.tensors.items():
             chunks = [chunk._replace(file=first + chunk.file) for chunk in record.chunks]
             self.add_tensor(join_fqn(entry, fqn), record.dtype, record.shape, chunks, num_parts=len(chunks))
         for alias, fqn in other.aliases.items():
             self.add_alias(join_fqn(entry, alias), join_fqn(entry, fqn))
-        self.trees[entry] = {fqn: TensorRef(join_fqn(entry, fqn)) for fqn in [*other.tensors, *other.aliases]}
+        if entry:
+            self.trees[entry] = {fqn: TensorRef(join_fqn(entry, fqn)) for fqn in [*other.tensors, *other.aliases]}
+            return
+        for fqn, tree in other.trees.items():
+            self._add_tree(fqn, tree)
+        self._refuse_values_of_tensors()
 
     def set_step(self, step: Any) -> None:
         """Sets the step to a value from a file; to None if the value is anything but an int of at least 0."""
@@ -149,14 +156,17 @@ class ManifestBuilder:
         for new, record in moved:
             self._refuse_taken(new)
             self.tensors[new] = record
-        for name in self.trees.keys() & (self.tensors.keys() | self.aliases.keys()):
-            if not isinstance(self.trees[name], TensorRef):  # as of the keys 1 and "1"
-                raise two_of(self.path, name, "values")
+        self._refuse_values_of_tensors()
 
     def _add_tree(self, fqn: str, tree: Any) -> None:
         if fqn in self.trees:  # as of the keys 1 and "1"
             raise two_of(self.path, fqn, "values")
         self.trees[fqn] = tree
+
+    def _refuse_values_of_tensors(self) -> None:
+        for name in self.trees.keys() & (self.tensors.keys() | self.aliases.keys()):
+            if not isinstance(self.trees[name], TensorRef):  # as of the keys 1 and "1"
+                raise two_of(self.path, name, "values")
 
     def _refuse_tensor(self, fqn: str, _view: StoredView) -> None:
         raise damaged(self.path, f"{fqn!r:.200} is a tensor in the wrong place")

@@ -91,6 +91,18 @@ def test_optimizer_state_is_left_out_and_that_is_said(tmp_path: Path, others: li
     assert not [name for name in checkpoint if name.startswith("optimizer")]
 
 
+def test_values_of_other_ranks_that_the_first_lacks_or_has_otherwise_are_named_as_left_out(tmp_path: Path) -> None:
+    folder = write(tmp_path / "c", truth(), Grid(tp=2))
+    for rank in range(2):
+        own: dict[str, Any] = {f"only_{rank}": 1, "differs": [rank], "same": {"lr": 0.5}, "tensor": torch.ones(2)}
+        rewrite(folder / f"mp_rank_0{rank}", lambda state, own=own: state.update(own))
+    left_out = bcp.open(folder).info.metadata["left_out"]
+    assert left_out.startswith("mp_rank_01.only_1, mp_rank_01.differs: the first rank has another value, or none")
+    rewrite(folder / "mp_rank_01", lambda state: setattr(state["args"], "hidden_size", 9))
+    assert bcp.open(folder).info.metadata["left_out"].startswith("mp_rank_01.args, ")
+    assert bcp.open(folder / "mp_rank_01" / "model_optim_rng.pt").objects["only_1"] == 1
+
+
 def test_models_of_releases_that_nested_them_are_read(tmp_path: Path) -> None:
     expected = {
         "language_model.embedding.word_embeddings.weight": torch.randn(16, 4),

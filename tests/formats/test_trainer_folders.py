@@ -182,6 +182,17 @@ def test_a_sound_scheduler_with_values_that_are_not_read_is_left_out(tmp_path: P
     assert "scheduler.pt: of a form that this release does not read" in bcp.open(tmp_path / "c").metadata["left_out"]
 
 
+def test_a_scheduler_with_a_tensor_that_lies_in_too_many_pieces_is_left_out_and_the_model_loads(tmp_path: Path) -> None:
+    saved = write(tmp_path / "c")
+    torch.save({"kept": torch.ones(2), "x": torch.randn(400, 400).t()}, tmp_path / "c" / "scheduler.pt")
+    checkpoint = bcp.open(tmp_path / "c")
+    assert "scheduler.pt: of a form that this release does not read" in checkpoint.metadata["left_out"]
+    assert not [name for name in (*checkpoint, *checkpoint.objects) if name.startswith("scheduler")]
+    model = Net(5)
+    bcp.load(tmp_path / "c", {"model": model})
+    assert_same(model.state_dict(), saved["model"].state_dict())
+
+
 def test_an_optimizer_that_is_damaged_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "c")
     path = tmp_path / "c" / "optimizer.pt"

@@ -29,17 +29,12 @@ from bytecheckpoint.adapters.rank_values.generators import (
     with_states,
 )
 from bytecheckpoint.adapters.rank_values.merge_values import MergeRule, MergeTarget, check_mergeable
-from bytecheckpoint.adapters.rank_values.rng_state import RngState, is_rng_state
+from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.adapters.stateful import add_metadata, give_state, is_stateful
 from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, contents_of, is_sharded
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest.plain_wire import unsupported
-
-_NO_RNG_STATE = (
-    "saved as another value than an RngState; load it as that value and set the generators from it, or leave it out "
-    "with exclude, and they keep what they have"
-)
 
 
 class RankLocal:
@@ -143,8 +138,6 @@ class RankLocalEntry:
             return Expectation([], claims, [])
         if missing:
             return Expectation([], claims, [rank_missing(self.fqn, missing[0].num_saved)])
-        if isinstance(self._holder.value, RngState) and not is_rng_state(found.tree):
-            return Expectation([], claims, [Problem("conflict", self.fqn, f"{self.fqn}: {_NO_RNG_STATE}")])
         self._found = found
         if not all(map(checkpoint.takes, values)) and not self._current:
             state = self._state()

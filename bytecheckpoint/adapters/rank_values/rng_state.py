@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -14,18 +14,6 @@ import torch
 from bytecheckpoint.adapters.plain.manifest_trees import SavedByRank
 from bytecheckpoint.adapters.rank_values import megatron_rng
 from bytecheckpoint.adapters.rank_values.rng_fold import ROOT, folded, stream_root
-
-_PARTS: Mapping[str, Collection[str]] = {"cuda": ("current", "devices"), "megatron": ("states", "at")}
-"""Keys of the parts of a state that are dicts."""
-_KEYS = frozenset({"python", "numpy", "torch", "at", ROOT, *_PARTS})
-
-
-def is_rng_state(tree: Any) -> bool:
-    """Returns True for a dict with some or all of the keys that an `RngState` saves, or none, and with no others."""
-    if not isinstance(tree, dict) or not tree.keys() <= _KEYS:
-        return False
-    parts = ((tree[name], keys) for name, keys in _PARTS.items() if name in tree)
-    return all(isinstance(part, dict) and part.keys() >= {*keys} for part, keys in parts)
 
 
 class RngState:
@@ -102,17 +90,13 @@ class RngState:
             megatron_rng.set_tracker(state["megatron"])
         self._root = state.get(ROOT)
 
-    def chosen(self, saved: SavedByRank, rank: int, moment: str) -> Any:
-        """Returns the state that this rank gets; None if it keeps its own. If another value than the state of an
-        `RngState` was saved, returns that. `moment` names the save in streams' keys.
-        """
-        of_first = saved.tree(min(saved.data))
-        source = self._source(saved, rank) if is_rng_state(of_first) else min(saved.data)
+    def chosen(self, saved: SavedByRank, rank: int, moment: str) -> dict[str, Any] | None:
+        """Returns the state that this rank gets; None if it keeps its own. `moment` names the save in streams' keys."""
+        source = self._source(saved, rank)
         tree: dict[str, Any] = {} if source is None else saved.tree(source)
-        if not is_rng_state(tree):
-            return tree
         root: bytes | None = None
         if self.elastic == "fold":
+            of_first = saved.tree(min(saved.data))
             root = of_first.get(ROOT) or stream_root(of_first)
             if source is None:
                 tree = folded(root, moment, f"rank {rank}" if self.at is None else f"at {self.at}")

@@ -17,7 +17,9 @@ from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
 from bytecheckpoint.formats.frameworks.megatron_legacy_model import MODEL_KEY, Model, Rank, RankFile
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
+from bytecheckpoint.formats.torch_save.duplicates import Comparer
 from bytecheckpoint.formats.torch_save.file import SavedFile, translated
+from bytecheckpoint.formats.torch_save.unpickler_globals import Instance
 from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.storage.paths import join_name
 
@@ -34,6 +36,8 @@ _SAID_BY_ALL = (
 )
 """Arguments that all ranks have alike."""
 _OF_RANK = ("rng_state", "rerun_state_machine")
+_ARGS, _NUMBERS_OF_RANK = "args", {"rank", "local_rank"}
+"""Key of the arguments, and those that are not alike on all ranks."""
 _WHY_LEFT_OUT = "which parameter each of its tensors belongs to is not written there"
 
 
@@ -133,14 +137,36 @@ def _refuse_mixed(files: Mapping[Rank, RankFile]) -> None:
 
 
 def _read(files: Mapping[Rank, RankFile], builder: ManifestBuilder) -> None:
-    """Adds step, model and plain data; plain data of other ranks than the first only if it is `_OF_RANK`."""
-    first = files[Rank(0, 0, 0)]
+    """Adds step, model and plain data; plain data of other ranks than the first only if it is `_OF_RANK`. Notes other
+    values of theirs as left out if the first rank lacks them or has others.
+    """
+    first, comparer = files[Rank(0, 0, 0)], Comparer()
     builder.set_step(first.value.get("iteration"))
     Model(files, builder).add()
     for file in files.values():
-        plain = [key for key in file.value if not MODEL_KEY.match(str(key)) and key != _OPTIMIZER]
-        for key in plain if file is first else [key for key in plain if key in _OF_RANK]:
+        for key in (key for key in file.value if not MODEL_KEY.match(str(key)) and key != _OPTIMIZER):
             fqn = str(key) if file is first else f"{file.folder}.{key}"
-            tree = file.saved.plain(file.value[key], fqn)
-            if not isinstance(tree, TensorRef):
-                builder.trees[fqn] = tree
+            if file is first or key in _OF_RANK:
+                tree = file.saved.plain(file.value[key], fqn)
+                if not isinstance(tree, TensorRef):
+                    builder.trees[fqn] = tree
+            elif not _is_same(key, first, file, comparer):
+                builder.leave_out(
+                    fqn, "the first rank has another value, or none: give the path of the file to read it"
+                )
+
+
+def _is_same(key: Any, first: RankFile, other: RankFile, comparer: Comparer) -> bool:
+    """Returns True if both ranks have the same value under this key, except for the numbers of the ranks."""
+    if key not in first.value:
+        return False
+    here, there = first.value[key], other.value[key]
+    if key == _ARGS:
+        here, there = _common(here), _common(there)
+    return comparer.same_value((first.saved, here), (other.saved, there), str(key)) is True
+
+
+def _common(args: Any) -> Any:
+    fields = args.fields if isinstance(args, Instance) else args
+    is_dict = isinstance(fields, dict)
+    return {name: each for name, each in fields.items() if name not in _NUMBERS_OF_RANK} if is_dict else fields

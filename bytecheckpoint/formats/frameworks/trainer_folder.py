@@ -67,8 +67,10 @@ def _add_state(source: SourceFolder, name: str, entry: str) -> None:
     """Adds an entry, or leaves it out if its file is refused or of a form that is not read: the model can still be
     loaded. Raises CheckpointCorruptError if the file is damaged.
     """
+    part = source.beside()  # a file that is refused halfway adds nothing
     try:
-        saved = source.open(name)
+        saved = part.open(name)
+        saved.take_apart({entry: saved.value})
     except UnsafeCheckpointError as error:
         source.builder.leave_out(name, f"refused ({error.kind}): give its path to see why")
     except CheckpointCorruptError as error:
@@ -76,7 +78,7 @@ def _add_state(source: SourceFolder, name: str, entry: str) -> None:
             raise
         source.builder.leave_out(name, "of a form that this release does not read: give its path to see why")
     else:
-        saved.take_apart({entry: saved.value})
+        source.builder.take_in(part.builder)
 
 
 def _add_model(source: SourceFolder, name: str, entry: str) -> None:

@@ -201,7 +201,7 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
         CheckpointMismatchError: The checkpoint does not fit or does not say where training was, or an argument of
             Megatron asks for what is not supported; model and optimizer are unchanged.
         CheckpointError: As `bytecheckpoint.load` raises it.
-        AssertionError: The arguments are those of another model.
+        AssertionError: The arguments are those of another model; model and optimizer are unchanged.
     """
     args, options = get_args(), given_or_default(options, LoadOptions)
     _refuse_unsupported(args, others, kind=args.non_persistent_ckpt_type)
@@ -226,16 +226,18 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
         state["rng"] = random_numbers(by_data_rank=args.data_parallel_random_init)
     if is_resumed and found.has_rerun and _has_places_of(args, found.args):
         state["rerun"] = _RerunState()
+    checkpointing.set_checkpoint_version(found.checkpoint_version)
+    if found.args and not args.finetune:
+        _check_arguments(found.args)
     # Weights that an optimizer was saved with are in fp32, and a model alone may have them in another precision.
     api.load(
         found.path, state, strict=strict, cast=not with_optimizer, storage_options=storage_options, options=options
     )
     if not with_optimizer and has_parameters(optimizer) and (args.fp16 or args.bf16):
         optimizer.reload_model_params()
-    checkpointing.set_checkpoint_version(found.checkpoint_version)
     iteration = found.iteration if is_resumed else 0
     if found.args and not args.finetune:
-        _take_arguments(args, found.args)
+        _take_positions(args, found.args)
     if getattr(args, "override_ckpt_iteration", None) is not None:
         iteration = args.override_ckpt_iteration
         args.consumed_train_samples, args.skipped_train_samples = iteration * args.global_batch_size, 0
@@ -292,12 +294,16 @@ def _has_places_of(args: Namespace, saved: dict[str, Any]) -> bool:
     )
 
 
-def _take_arguments(args: Namespace, saved: dict[str, Any]) -> None:
-    """Copies the positions of training from the checkpoint to `args`. Before, compares the arguments of the model with
-    those of the checkpoint, unless Megatron-Bridge saved it, and raises AssertionError if they differ.
+def _check_arguments(saved: dict[str, Any]) -> None:
+    """Compares the arguments of the model with those of the checkpoint, unless Megatron-Bridge saved it, and raises
+    AssertionError if they differ. Megatron's comparison depends on the version that was set last.
     """
     if not saved.keys() >= _OF_BRIDGE:  # which has no arguments of Megatron
         checkpointing.check_checkpoint_args(Namespace(**saved))
+
+
+def _take_positions(args: Namespace, saved: dict[str, Any]) -> None:
+    """Copies the positions of training from the checkpoint to `args`."""
     for name in _COUNTS:
         setattr(args, name, saved.get(name, 0))
     update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)

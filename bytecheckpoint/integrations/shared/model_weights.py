@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,21 @@ def save_weights(
     *,
     options: SaveOptions,
     storage_options: Mapping[str, Any] | None = None,
+    make_room: Callable[[], object] | None = None,
 ) -> None:
     """Writes the tensors, under the names in `weights`, to a folder of safetensors files at `path`, a local path or a
     URL. All ranks call it. Replaces the safetensors files of a model that are there; other files stay. Raises
     CheckpointExistsError if a checkpoint of another format is there.
 
     The weights are first saved as a checkpoint at `<path>.weights`, which is deleted once the folder is written; after
-    an error it may stay. Raises the errors of a save and of a load.
+    an error it may stay. Once it is committed, all ranks call `make_room`, which may delete what is at `path`. Raises
+    the errors of a save, of a load and of `make_room`.
     """
     between = f"{path}.weights"
     overwriting = SaveOptions(overwrite=True, timeout_s=options.timeout_s, writer_threads=options.writer_threads)
     api.save(between, {"model": weights}, storage_options=storage_options, options=overwriting)
+    if make_room is not None:
+        make_room()
     request = ConvertRequest(
         source=LoadTarget(between, None, storage_options),
         target=path,

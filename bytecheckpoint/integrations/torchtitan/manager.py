@@ -27,7 +27,7 @@ from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.model_weights import load_weights, save_weights
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders
-from bytecheckpoint.integrations.torchtitan.resume import LoadChoice, choose
+from bytecheckpoint.integrations.torchtitan.resume import LoadChoice, choose, delete_left
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manager.agreement.stopping import rank_in, size_of
 from bytecheckpoint.manifest.plain_wire import is_at_or_below
@@ -188,9 +188,20 @@ class BcpCheckpointManager(BaseCheckpointManager):
                 self._sd_adapter.to_hf(weights),
                 options=self.config.options,
                 storage_options=self.config.storage_options,
+                make_room=partial(self._delete_left, step) if step in self._replaceable else None,
             )
         else:
             self._begin_save(step, {"model": weights}, async_save=False, model_only=True)
+
+    def _delete_left(self, step: int) -> None:
+        """Deletes the checkpoint of a step that the run has left by going back to an earlier one."""
+
+        def delete() -> None:
+            if self._folders is not None:
+                delete_left(self._folders, step, storage_options=self.config.storage_options)
+
+        record_together(self._decisions, self._folders, step, then=delete)
+        self._replaceable.discard(step)
 
     def _state(self) -> dict[str, Any]:
         others = {name: value for name, value in self.states.items() if name not in {"model", *_ENTRIES}}

@@ -1,15 +1,22 @@
-"""The choice of the checkpoint that a run of torchtitan begins with, made by rank 0 from what lies in its folder."""
+"""The choice of the checkpoint that a run of torchtitan begins with, made by rank 0 from what lies in its folder, and
+the deletion of one that training has left by going back to an earlier step.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
+from bytecheckpoint.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointNotFoundError
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders
+from bytecheckpoint.manager.retention import delete_one
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.inventory import clock_of
+from bytecheckpoint.storage.open_store import open_store
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -57,6 +64,21 @@ def choose(folders: NumberedFolders, step: int, config: Any, *, assets: str | No
         return _resume(folders, seeds[0], found, read_only=config.load_only)
     _refuse_others(folders, found)
     return _initial(config, assets, root=folders.root)
+
+
+def delete_left(folders: NumberedFolders, step: int, *, storage_options: Mapping[str, Any] | None) -> None:
+    """Deletes the checkpoint of a step, if there is one. Of a damaged one only the manifest goes: its other files are
+    garbage. Rank 0 calls it. Raises CheckpointExistsError (exists) if the checkpoint is pinned or leased.
+    """
+    path, folder = folders.path_of(step), folders.find(step)
+    store = open_store(path, storage_options=storage_options, writer_threads=1)
+    if step in folders.damaged:
+        store.delete(layout.MANIFEST_NAME)
+    elif folder is not None:
+        why = delete_one(store, "", save_id=folder.save_id, now=clock_of(store) or time.time(), force=False)
+        if why:
+            what = f"{store} cannot be replaced by the weights of this run, which are in {store}.weights: {why}"
+            raise CheckpointExistsError(what, kind="exists", path=str(store), step=step)
 
 
 def _resume(

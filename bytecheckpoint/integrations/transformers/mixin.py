@@ -28,7 +28,7 @@ from bytecheckpoint.integrations.transformers.folders import (
 )
 from bytecheckpoint.integrations.transformers.uncalled_saves import warn_of_saves
 from bytecheckpoint.manager.agreement.decisions import Decisions
-from bytecheckpoint.options import SaveOptions
+from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.open_store import is_plain_path
 
@@ -64,7 +64,7 @@ class BcpTrainerMixin(Trainer):
     bcp_async_save: bool = True
     """Training goes on while a checkpoint is written."""
     bcp_options: SaveOptions = SaveOptions()
-    """Options of each save; an existing checkpoint of the same step is replaced whatever they say."""
+    """Options of each save; an existing checkpoint of the same step is always replaced. Loads have their timeout_s."""
     bcp_save_base: bool = False
     """With PEFT, the frozen base model is saved as well."""
     bcp_elastic: Elastic | None = None
@@ -116,11 +116,10 @@ class BcpTrainerMixin(Trainer):
         self._bcp_report, self._bcp_rest, self._bcp_is_in_place, self.bcp_stop_reason = None, None, False, ""
         self._bcp_stop = AgreedStop(self.args.output_dir, signals=self.bcp_signals, timeout_s=timeout_s)
         try:
-            output = super().train(self._bcp_resume.path or None, *args, **kwargs)
+            return super().train(self._bcp_resume.path or None, *args, **kwargs)
         finally:
             self._bcp_stop.close()
             self._bcp_stop = None
-        return output
 
     def bcp_request_stop(self, reason: str) -> None:
         """Requests that training saves and ends after the step that all ranks agree on. A call on any one rank, from
@@ -303,7 +302,8 @@ class BcpTrainerMixin(Trainer):
         if record is None:
             return False
         model = self.model if model is None else model
-        api.load(path, {"model": adapters_of(model) if record.adapters_only else model}, step=None)
+        state = {"model": adapters_of(model) if record.adapters_only else model}
+        api.load(path, state, step=None, options=LoadOptions(timeout_s=self.bcp_options.timeout_s))
         return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -315,7 +315,8 @@ class BcpTrainerMixin(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         wanted = record.part_of(self._bcp_state(adapters_only=record.adapters_only, model_only=False))
-        self._bcp_report = api.load(checkpoint, wanted, step=None)
+        options = LoadOptions(timeout_s=self.bcp_options.timeout_s)
+        self._bcp_report = api.load(checkpoint, wanted, step=None, options=options)
         self._bcp_is_in_place = "data" in wanted
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:

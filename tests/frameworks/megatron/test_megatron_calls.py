@@ -128,11 +128,12 @@ def load_by_arguments(rank: int, world_size: int, folder: str) -> list[str]:
             fill(built)
             wanted = [parameter.detach() for parameter in built.chunks[0].parameters()]
             wrong += [] if all(map(torch.equal, weights, wanted)) else [f"{name}: weights"]
-    with (
-        training(folder, ckpt_step=100, num_attention_heads=8) as (_, built, _, load),
-        pytest.raises(AssertionError, match="num_attention_heads"),
-    ):
-        load(built.chunks, built.optimizer, None)
+    with training(folder, ckpt_step=100, num_attention_heads=8) as (_, built, _, load):
+        before = [parameter.detach().clone() for parameter in built.chunks[0].parameters()]
+        with pytest.raises(AssertionError, match="num_attention_heads"):
+            load(built.chunks, built.optimizer, None)
+        unchanged = all(map(torch.equal, before, built.chunks[0].parameters()))
+        wrong += [] if unchanged else ["a model of other arguments was filled"]
     with training(folder, ckpt_step=100, override_ckpt_iteration=30) as (args, built, _, load):
         assert load(built.chunks, built.optimizer, None)[0] == 30
         assert (args.consumed_train_samples, args.skipped_train_samples) == (240, 0)

@@ -314,6 +314,43 @@ def test_weights_go_to_hugging_face_and_come_back(tmp_path: Path) -> None:
     again.manager.close()
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_weights_for_hugging_face_take_the_place_of_a_step_that_training_has_left(
+    tmp_path: Path, is_damaged: bool
+) -> None:
+    first = Run(tmp_path)
+    for _ in range(3):
+        first.step()
+    first.manager.close()
+    folder = tmp_path / "checkpoint/step-3"
+    if is_damaged:
+        (folder / "manifest.bcp").write_bytes(b"damaged")
+    again = Run(tmp_path, last_save_model_only=True, last_save_in_hf=True, interval=100)
+    assert again.manager.load(2)
+    again.step(last=True)
+    again.manager.close()
+    found = bcp.open(folder)
+    assert found.info.format == "safetensors"
+    assert torch.equal(found.state_dict()["model.norm.weight"], again.weights()["norm.weight"])
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["step-1", "step-2", "step-3"]
+    others = {path.parent.name for path in folder.rglob("*") if path.suffix not in {".safetensors", ".json"}}
+    assert others - {folder.name} == ({"data"} if is_damaged else set())
+
+
+def test_weights_for_hugging_face_do_not_replace_a_step_that_is_pinned(tmp_path: Path) -> None:
+    first = Run(tmp_path)
+    for _ in range(3):
+        first.step()
+    first.manager.close()
+    (tmp_path / "checkpoint/step-3/pin.json").write_text("{}")
+    again = Run(tmp_path, last_save_model_only=True, last_save_in_hf=True, interval=100)
+    assert again.manager.load(2)
+    with pytest.raises(bcp.CheckpointExistsError, match=r"step-3\.weights: "):
+        again.step(last=True)
+    again.manager.close()
+    assert steps_in(tmp_path) == ["step-1", "step-2", "step-3", "step-3.weights"]
+
+
 def test_parameters_that_the_adapter_forgets_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path, last_save_model_only=True, last_save_in_hf=True)
     run.step(last=True)

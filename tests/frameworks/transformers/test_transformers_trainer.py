@@ -73,6 +73,22 @@ def test_a_run_goes_on_from_a_given_path(tmp_path: Path, uninterrupted: Any, ste
     assert is_same_run(resumed, uninterrupted)
 
 
+def test_loads_have_the_timeout_of_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts: list[float] = []
+    load = bcp.api.load
+
+    def noting(*given: Any, options: bcp.LoadOptions | None = None, **named: Any) -> Any:
+        timeouts.append((options or bcp.LoadOptions()).timeout_s)
+        return load(*given, options=options, **named)
+
+    monkeypatch.setattr(bcp.api, "load", noting)
+    monkeypatch.setattr(BcpTrainer, "bcp_options", bcp.SaveOptions(timeout_s=77))
+    trainer(tmp_path, max_steps=4, **BEST).train()
+    assert timeouts == [77]  # the best model
+    trainer(tmp_path, max_steps=6, **BEST).train(resume_from_checkpoint=True)
+    assert timeouts == [77, 77, 77]
+
+
 def test_gradient_accumulation_and_epochs_go_on(tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "per_device_train_batch_size": 4,
