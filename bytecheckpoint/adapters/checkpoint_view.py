@@ -362,7 +362,7 @@ class CheckpointView:
 
     @cached_property
     def own_names(self) -> list[str]:
-        """Sorted state FQNs of tensors and leaves in values that each rank saved for itself: they may differ."""
+        """Sorted state FQNs of tensors and leaves in this rank's own values: other ranks may see other names."""
         roots = set(self._manifest.rank_objects)
         names = [*self.saved, *self._saved_leaves] if roots else []
         return sorted({self.rename(fqn) for fqn in names if is_at_or_below(fqn, roots) and self.takes(fqn)})
@@ -387,7 +387,7 @@ class CheckpointView:
         return names.union(self._manifest.tensors, self._manifest.aliases)
 
     def all_names(self) -> list[str]:
-        """Returns the state FQNs of all that include and exclude let through, also where this rank has no value."""
+        """Returns the state FQNs of all that include and exclude let through, but for leaves that only others have."""
         return [*self.common_names, *self.own_names]
 
     @cached_property

@@ -34,7 +34,7 @@ from bytecheckpoint.adapters.shards import (
     shares_elements,
 )
 from bytecheckpoint.adapters.torch_types import loaded_dtensor
-from bytecheckpoint.adapters.tree_loader import ABSENT, SeparateTensors, TreeTarget, contents_of, missing_in
+from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, UntiedTensors, contents_of, missing_in
 from bytecheckpoint.manifest.plain_wire import TensorRef, is_at_or_below, join_fqn
 
 
@@ -47,7 +47,7 @@ class PlainEntry:
         self._value = value
         self._assign = assign
         self._adopted = TreeTarget()
-        self.separate = SeparateTensors()
+        self.untied = UntiedTensors()
         self._skipped: set[str] = set()
         self._is_filled_in_place = False
         """True if all of it is tensors that are filled where they are."""
@@ -77,7 +77,7 @@ class PlainEntry:
                 yield fqn, value
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
-        self.separate.expect({})
+        self.untied.expect({})
         shards = LocalShards(with_addresses=True)
         refs = checkpoint.tensor_dicts.get(self.fqn)
         if refs is not None and _holds_plain_tensors(self._value) and self._value.keys() <= refs.keys():
@@ -139,22 +139,22 @@ class PlainEntry:
             expectation.problems.extend(_problems(fqn, value, checkpoint))
         return True
 
-    def expect_separate(self, fqns: Collection[str]) -> list[LocalShard]:
-        """Returns targets in new memory for these tensors of the state; see `SeparateTensors`."""
+    def expect_untied(self, fqns: Collection[str]) -> list[LocalShard]:
+        """Returns targets in new memory for these tensors of the state; see `UntiedTensors`."""
         if self._assign is None and isinstance(self._value, torch.Tensor):
             return []
         values = leaves(self._value, self.fqn)
-        return self.separate.expect({fqn: values[fqn] for fqn in fqns if fqn in values})
+        return self.untied.expect({fqn: values[fqn] for fqn in fqns if fqn in values})
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
-        self.separate.prepare()
+        self.untied.prepare()
         for fqn, value in leaves(self._value, self.fqn).items():
             adopted = _adopted(value, fqn, checkpoint)
             if adopted is not None:
                 self._adopted.prepare(adopted, {}, checkpoint)
 
     def finish(self, checkpoint: CheckpointView) -> None:
-        new: dict[str, Any] = {**self.separate.unequal()}
+        new: dict[str, Any] = {**self.untied.unequal()}
         if self._is_filled_in_place and not new:
             return
         for fqn, value in leaves(self._value, self.fqn).items():
@@ -209,7 +209,7 @@ class BareTensorsEntry(PlainEntry):
     def expect(self, checkpoint: CheckpointView) -> Expectation:
         if not checkpoint.takes_all or checkpoint.missing or not checkpoint.tree_leaves.keys().isdisjoint(self.fqns):
             return super().expect(checkpoint)
-        self.separate.expect({})
+        self.untied.expect({})
         self._is_filled_in_place = True
         shards = LocalShards(with_addresses=True)
         shards.add_all(self._value.items())

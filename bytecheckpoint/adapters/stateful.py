@@ -25,7 +25,7 @@ from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
 from bytecheckpoint.adapters.optimizers.stored_optimizer import are_groups, is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import LocalShard
-from bytecheckpoint.adapters.tree_loader import ABSENT, SeparateTensors, TreeTarget, contents_of, is_sharded, missing_in
+from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, UntiedTensors, contents_of, is_sharded, missing_in
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
 _AS_PLAIN = "load it as plain data, such as {{{!r}: []}} for a list, and give what it holds to load_state_dict()"
@@ -83,7 +83,7 @@ class StatefulEntry:
         if not self._current:
             self._current, self._target.live = leaves(shown, self.fqn), subclasses_in(shown, self.fqn)
         self._found = None
-        self._target.separate.expect({})
+        self._target.untied.expect({})
         if found is not None and not found.fqn:  # all of a checkpoint, which may be the state of this object
             shown_names = self._current.keys() - {self.fqn}  # an empty state is one leaf, under the object's own name
             own = {name.removeprefix(f"{self.fqn}.").partition(".")[0] for name in shown_names}
@@ -154,15 +154,15 @@ class StatefulEntry:
         return problems
 
     @property
-    def separate(self) -> SeparateTensors:
-        return self._target.separate
+    def untied(self) -> UntiedTensors:
+        return self._target.untied
 
-    def expect_separate(self, fqns: Collection[str]) -> list[LocalShard]:
-        """Returns targets in new memory for these tensors of the state; see `SeparateTensors`."""
-        return self.separate.expect({fqn: self._current[fqn] for fqn in fqns if fqn in self._current})
+    def expect_untied(self, fqns: Collection[str]) -> list[LocalShard]:
+        """Returns targets in new memory for these tensors of the state; see `UntiedTensors`."""
+        return self.untied.expect({fqn: self._current[fqn] for fqn in fqns if fqn in self._current})
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
-        self.separate.prepare()
+        self.untied.prepare()
         if self._found is not None:
             self._target.prepare(self._found, self._current, checkpoint)
 

@@ -59,7 +59,7 @@ def missing_in(values: Mapping[str, Any]) -> list[Problem]:
     return [rank_missing(fqn, value.num_saved) for fqn, value in missing.items()]
 
 
-class SeparateTensors:
+class UntiedTensors:
     """New memory for tensors of a state that are the same memory as another tensor of it, and of which the checkpoint
     has a value of their own.
     """
@@ -71,8 +71,8 @@ class SeparateTensors:
         self._unequal: Collection[str] = ()
 
     def expect(self, values: Mapping[str, Any]) -> list[LocalShard]:
-        """Selects, in place of those of an earlier call, the plain tensors and DTensors among these values of the
-        state, by FQN. Returns their targets: before `prepare` on the meta device, after it the copies that it made.
+        """Selects the plain tensors and DTensors among `values`, by state FQN, which share memory with others of the
+        state; forgets earlier ones. Returns their targets: before `prepare` on the meta device, then its copies.
         """
         kinds = PLAIN_TENSORS
         self._tied = {fqn: each for fqn, each in values.items() if type(each) in kinds or isinstance(each, DTensor)}
@@ -152,7 +152,7 @@ class TreeTarget:
         """Live subclasses that stay as they are, by state FQN."""
         self.own: dict[str, torch.Tensor] = {}
         """Subclasses of an object that gets new ones, by state FQN; each stays unless the new one is wholly loaded."""
-        self.separate = SeparateTensors()
+        self.untied = UntiedTensors()
         """Memory for the object's own tensors that are the same memory as others."""
 
     def expect(self, saved: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Expectation:
@@ -187,7 +187,7 @@ class TreeTarget:
         exclude leave out are as in `current`, and absent if `current` lacks them. Changes `saved.tree`.
         """
         values = leaves(saved.tree, saved.fqn)
-        self._new.update(self.separate.unequal())
+        self._new.update(self.untied.unequal())
         unbuildable = self._unbuildable(values, checkpoint).keys()
         unbuilt = self.left_out(saved, checkpoint)
         new: dict[str, Any] = {name: self.own.get(state_fqn(name, checkpoint), ABSENT) for name in unbuilt}

@@ -209,7 +209,7 @@ def _each_once(match: Match, entries: Collection[Entry], stored: CheckpointView)
         match.problems.append(Problem("conflict", fqn, text))
     within = _trained_first(match, shared.within, entries, stored)
     left_out = [second for _, second in within + shared.clashing]
-    apart = _separate(match, within, entries)
+    apart = _untied(match, within, entries)
     match = _without(match, left_out)
     if not apart:
         return match
@@ -236,7 +236,7 @@ def _trained_first(
     return [(kept.get(first, first), first if kept.get(first) == second else second) for first, second in tied]
 
 
-def _separate(
+def _untied(
     match: Match, tied: Collection[tuple[int, int]], entries: Collection[Entry]
 ) -> list[tuple[LocalShard, str]]:
     """Returns a new target in memory of its own, with its stored FQN, for the second shard of each pair in `tied` whose
@@ -250,7 +250,7 @@ def _separate(
     others = [entry for entry in entries if isinstance(entry, PlainEntry | StatefulEntry)] if stored else []
     roots = ((entry, roots_of([entry])) for entry in others)
     by_entry = ((entry, [fqn for fqn in stored if is_at_or_below(fqn, of_entry)]) for entry, of_entry in roots)
-    shards = chain.from_iterable(entry.expect_separate(fqns) for entry, fqns in by_entry if fqns)
+    shards = chain.from_iterable(entry.expect_untied(fqns) for entry, fqns in by_entry if fqns)
     return [(shard, stored[shard.fqn]) for shard in shards]
 
 
@@ -258,11 +258,11 @@ def part_ties(ranks: Ranks, entries: Collection[Entry]) -> None:
     """Makes loaded tensors that were the same memory separate ones on all ranks where they differ on one: else a rank
     with equal parts would go on to change both. All ranks must call it.
     """
-    of_entries = [entry.separate for entry in entries if isinstance(entry, PlainEntry | StatefulEntry)]
-    differing = chain.from_iterable(separate.differing() for separate in of_entries)
+    untied = [entry.untied for entry in entries if isinstance(entry, PlainEntry | StatefulEntry)]
+    differing = chain.from_iterable(each.differing() for each in untied)
     on_any_rank = merge_texts(ranks, dict.fromkeys(differing, ""))
-    for separate in of_entries:
-        separate.part(on_any_rank)
+    for each in untied:
+        each.part(on_any_rank)
 
 
 def _are_same(shards: Sequence[LocalShard], first: int, second: int) -> bool:

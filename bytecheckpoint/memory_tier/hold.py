@@ -79,7 +79,7 @@ class _HoldReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldSave(NamedTuple):
-    """A save that is complete in memory."""
+    """A save that is complete in memory on all hosts, before its copies or parity are made."""
 
     info: CheckpointInfo
     record: VersionRecord

@@ -24,8 +24,8 @@ HELD_LEVELS = ("process", "host", "storage")
 class SaveHandle:
     """A save, finished or under way. Methods may be called from any thread.
 
-    Those that would block raise CheckpointSaveError on a thread that a save waits for, as in a signal handler, and
-    CheckpointMismatchError (conflict) in a process that was forked while the save was under way.
+    Those that would block raise CheckpointSaveError on a thread that a save waits for, as in a signal handler. In a
+    process that was forked while the save was under way, the error of the save is a CheckpointMismatchError (conflict).
     """
 
     def __init__(self, progress: SaveProgress) -> None:

@@ -436,3 +436,20 @@ def test_a_users_value_under_a_name_that_the_entries_have_is_named_as_left_out(t
     torch.save(torch.load(path) | {"engine": "a V8", 1: "a", "1": "b"}, path)
     left_out = bcp.open(tmp_path / "c").info.metadata["left_out"]
     assert left_out.startswith(f"{path.name}: engine, {path.name}: 1: another entry has this name; ")
+
+
+def test_a_weight_without_dimensions_in_a_universal_checkpoint_is_a_weight(tmp_path: Path) -> None:
+    model_file = {
+        "module": {"scale": torch.tensor(2.5).bfloat16()},
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": [OrderedDict(scale=torch.Size(()))],
+        "shared_params": {},
+    }
+    torch.save(model_file, tmp_path / "mp_rank_00_model_states.pt")
+    (tmp_path / "zero" / "scale").mkdir(parents=True)
+    for key, number in {"fp32": 2.5625, "exp_avg": 0.5}.items():
+        torch.save({"param": torch.tensor(number)}, tmp_path / "zero" / "scale" / f"{key}.pt")
+    stored = bcp.open(tmp_path)
+    assert stored["model.scale"][...].item() == 2.5625
+    assert stored["optimizer.state.scale.exp_avg"][...].item() == 0.5

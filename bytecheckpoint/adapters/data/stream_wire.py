@@ -124,7 +124,9 @@ def _is_simple(value: Any, depth: int) -> bool:
 
 
 def encode_loader_state(part: StreamsPart, streams: Mapping[str, msgspec.Raw], owners: Mapping[str, int]) -> bytes:
-    """Returns the object of a manifest. `part` is any rank's: only what all ranks have in common is taken from it."""
+    """Returns the object of a manifest. `part` is any rank's: only what all ranks have in common is taken from it.
+    `owners` are data-parallel ranks, by stream.
+    """
     ids = sorted(streams)
     array = np.fromiter((owners[stream_id] for stream_id in ids), np.int32, count=len(ids))
     stored = _StoredStreams(

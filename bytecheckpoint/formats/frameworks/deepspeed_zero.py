@@ -249,7 +249,7 @@ def _add_piece(saved: SavedFile, file: str, name: str, shape: tuple[int, ...] | 
     value: Any = saved.value
     view = value.get("param") if isinstance(value, dict) else value
     key = file.removesuffix(_SUFFIX)
-    if not isinstance(view, StoredView) or not view.shape:
+    if not isinstance(view, StoredView) or not (view.shape or file == _WEIGHTS):
         zero.add_one_value([name], key, view, saved)
         return
     fqn = f"model.{name}" if file == _WEIGHTS else f"optimizer.state.{name}.{key}"
@@ -257,9 +257,9 @@ def _add_piece(saved: SavedFile, file: str, name: str, shape: tuple[int, ...] | 
         saved.add_tensor(fqn, view)
         return
     # ZeRO 3 leaves the shape out.
-    buffer, dtype = saved.buffer(view, fqn)
     if len(view.shape) != 1:
         raise damaged(saved.path, f"{name!r:.200} has the shape {list(view.shape)}, and {list(shape)} elsewhere")
+    buffer, dtype = saved.buffer(view, fqn)
     zero.add(fqn, dtype, shape, [flat_ranges.FlatRun(0, prod(shape), buffer.file, buffer.byte_offset)])
 
 

@@ -85,7 +85,7 @@ class SaveInFlight:
 
     def remove_object(self, path: str, name: str, storage_options: Mapping[str, Any] | None) -> None:
         """Removes the object of this name below a path, at the time at which `remove` removes a checkpoint. Rank 0
-        calls it. If the removal fails, nothing is raised, and `bcp gc` finds the object.
+        calls it. If the removal fails, nothing is raised or logged, and `bcp gc` finds it.
         """
 
         def remove() -> None:
