@@ -165,20 +165,6 @@ def test_a_tensor_here_and_plain_data_there_is_refused_at_the_top(
     assert files_under(tmp_path) == []
 
 
-def save_below_the_top(rank: int, world_size: int, path: str) -> Seen | None:
-    module = torch.nn.ParameterDict({"a": torch.zeros(2), "b": torch.zeros(2)})
-    return seen(lambda: bcp.save(path, {"model": module if rank else {"a": 5}}, options=OPTIONS))
-
-
-def test_a_module_here_and_plain_data_at_one_of_its_names_there_is_refused(workers: WorkerPool, tmp_path: Path) -> None:
-    errors = workers.run(save_below_the_top, str(tmp_path), world_size=2)
-    assert errors[0] == errors[1]
-    assert errors[0] is not None, "a load finds the tensor alone, and refuses the number's place"
-    assert (errors[0].kind, errors[0].ranks) == ("conflict", (0, 1))
-    assert "model.a: a tensor on rank 1, 5 on rank 0" in errors[0].message
-    assert files_under(tmp_path) == []
-
-
 def save_at_the_top_with_a_known_plan(rank: int, world_size: int, root: str) -> Seen | None:
     tensor = torch.zeros(2)
     bcp.save(f"{root}/first", {"x": tensor} if rank else {"n": 5}, options=OPTIONS)

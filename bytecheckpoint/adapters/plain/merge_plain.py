@@ -4,8 +4,8 @@ meant to differ (and stored for each rank) or an error that says how to declare 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bytecheckpoint.adapters.data.merge_streams import StreamProblem, conflict_of_streams, merge_streams
@@ -97,10 +97,6 @@ def refuse_tensors(
                 other = "a RankLocal" if isinstance(value, TensorRef) else f"{value!r:.60}"
                 lines.append(f"{fqn}: a tensor on rank {holders[0]}, {other} on rank {holders[1]}")
                 ranks.update(holders)
-    for fqn, value, rank in _below_absent(plain, writers):
-        holders = global_ranks[writers[fqn]], global_ranks[rank]
-        lines.append(f"{fqn}: a tensor on rank {holders[0]}, {value!r:.60} on rank {holders[1]}")
-        ranks.update(holders)
     if lines:
         raise CheckpointMismatchError(
             f"{len(lines)} values are tensors on some ranks and plain data on others; nothing was written. Give every "
@@ -109,25 +105,6 @@ def refuse_tensors(
             kind="conflict",
             ranks=tuple(sorted(ranks)),
         )
-
-
-def _below_absent(
-    plain: Sequence[Mapping[str, tuple[Scope, bytes]]], writers: Mapping[str, int]
-) -> Iterator[tuple[str, Any, int]]:
-    """Yields plain values under the FQN of a tensor, each with its rank, in dicts that a rank lacks, where the
-    tensor is in a module. Other dicts are skipped: to decode those of all ranks takes long.
-    """
-    entries = {fqn.partition(".")[0] for fqn in writers}
-    num_holders = Counter(fqn for of_rank in plain for fqn in of_rank)
-    absent = [fqn for fqn, count in num_holders.items() if count < len(plain) and fqn.partition(".")[0] in entries]
-    # Equal ones are decoded once.
-    parts = {(fqn, *of_rank[fqn]): rank for rank, of_rank in enumerate(plain) for fqn in absent if fqn in of_rank}
-    for (fqn, scope, data), rank in parts.items():
-        is_tree = scope not in {"rank", "streams"} and fqn not in writers
-        found = leaves(decode_plain(data), fqn, may_repeat=True) if is_tree else {}
-        for leaf in found.keys() & writers.keys():
-            if not isinstance(found[leaf], TensorRef):
-                yield leaf, found[leaf], rank
 
 
 def _unite(values: Mapping[int, Any], fqn: str, conflicts: list[_Conflict], *, is_whole: bool) -> Any:
