@@ -191,7 +191,7 @@ class LocalShards:
             self.found += _of_sharded_tensor(fqn, tensor)
         else:
             dtype, shape = dense_dtype(fqn, tensor), tuple(tensor.shape)
-            self._check(fqn, tensor)
+            self._check_memory(fqn, tensor)
             self.found.append(LocalShard(fqn, dtype, shape, whole(shape), tensor.detach()))
 
     def _add_dtensor(self, fqn: str, tensor: DTensor) -> None:
@@ -208,7 +208,7 @@ class LocalShards:
             raise unsupported(fqn, what, advice) from error
         if layout is None:
             layout = self._layouts[key] = _layout_of(fqn, tensor)
-        self._check(fqn, local)
+        self._check_memory(fqn, local)
         memory = local.detach() if local.requires_grad or local._is_view() else local
         for part in layout.parts:
             of_part = part.of(memory)
@@ -216,8 +216,8 @@ class LocalShards:
             about = fqn, layout.dtype, layout.shape, part.region
             self.found.append(LocalShard(*about, of_part, address, tensor, of_part.nbytes if address else 0))
 
-    def _check(self, fqn: str, tensor: torch.Tensor) -> None:
-        """Checks, for a save, that the memory is there. A load checks its targets when it knows what fills them."""
+    def _check_memory(self, fqn: str, tensor: torch.Tensor) -> None:
+        """Raises, in a save, CheckpointSaveError for freed memory. A load checks when it knows what fills a tensor."""
         if not self._with_addresses:
             check_has_all_memory(fqn, tensor)
 

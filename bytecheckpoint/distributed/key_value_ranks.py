@@ -112,7 +112,7 @@ class GroupRanks:
         """Number of keys, from the start of `_keys`, that no rank reads any more."""
         self._large_keys: list[str] = []
         """Keys that their reader removes, unless the call fails before."""
-        self._has_given_up = False
+        self._may_get_verdict = True
         self._is_store_lost = False
         self._has_left = self._has_failed = False
         """True if this rank has failed or, on the coordinator, any rank."""
@@ -303,7 +303,7 @@ class GroupRanks:
             self._ring(reader)
         try:
             with suppress(CheckpointMismatchError):  # the coordinator made another call
-                while awaits_verdict and not self._has_given_up:  # messages that were under way come first
+                while awaits_verdict and self._may_get_verdict:  # messages that were under way come first
                     self._receive_down()
         except RankFailedError as verdict:
             return verdict.error
@@ -354,7 +354,7 @@ class GroupRanks:
         is_there = self._call_store.wait(key, self._reply_timeout_s, look=self._look_for_coordinator)
         message = get_message(self._store, key) if is_there else b""
         if not is_there or message == ENDED:
-            self._has_given_up = True
+            self._may_get_verdict = False
             put_message(self._store, ABANDONED, b"")
             if is_there:
                 raise self._attendance.ended_error([COORDINATOR])
@@ -366,14 +366,14 @@ class GroupRanks:
             self._leave(all_failed=True)
             raise RankFailedError(decode_failure(message))
         if message == _LEFT:  # only a rank that fails after the last message reads on: see `_end`
-            self._has_given_up = True
+            self._may_get_verdict = False
             return b""
         self._large_keys.clear()
         payload = message[1:]
         if number == 0:
-            self._has_given_up = True  # of another call comes no verdict
+            self._may_get_verdict = False  # of another call comes no verdict
             payload = check_call(self._call_name, payload, self.global_ranks, rank=self.rank)
-            self._has_given_up = False
+            self._may_get_verdict = True
         if message[:1] == _SHARED:
             return payload
         if not self._blocks.are_several:

@@ -228,6 +228,8 @@ def _check_values_fit(shard: LocalShard, stored: torch.Tensor) -> None:
         differs = _are_lost_in_float8(stored, shard.dtype)
     elif dtype.is_floating_point:
         differs = torch.view_as_real(stored)[..., 1] != 0
+        if shard.dtype in _NAN_CODES:
+            differs |= _are_lost_in_float8(stored.real, shard.dtype)
     else:
         converted = stored.to(dtype)
         differs = converted.to(stored.dtype) != stored

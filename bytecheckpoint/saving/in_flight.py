@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import thread as _futures_thread  # noqa: F401  registers its exit hook before ours
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -284,7 +284,7 @@ class SavesInFlight:
             progress.outcome.exception()
 
     def _report_at_exit(self) -> None:
-        """Prints saves cut short and errors that no caller has seen; if there are any, exits at once with code 1."""
+        """Prints saves cut short and unseen errors; if there are any, runs other exit hooks, then exits with code 1."""
         # The interpreter waits for saves, unless Ctrl-C or an exception of a signal handler cuts that short.
         under_way = [progress.path for progress in self._all if not progress.outcome.done()]
         errors = [(each.path, error) for each in self._all if (error := each.take_unseen_error()) is not None]
@@ -301,8 +301,9 @@ class SavesInFlight:
                 traceback.print_exception(error, file=sys.stderr)
         atexit.unregister(self._report_at_exit)
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):  # None or closed, as that of a daemon may be
+                stream.flush()
         os._exit(1)  # an exit function cannot change the exit code in any other way
 
 

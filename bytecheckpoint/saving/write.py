@@ -165,8 +165,9 @@ def _write_raw(
 
 
 def _take(target: SaveTarget, image: FileImage, reuse: FileReuse | None, timer: PhaseTimer) -> DataFile | None:
-    """Duplicates an equal file of the newest checkpoint into the folder of this one. Returns None if there is no such
-    file, or it cannot be duplicated: then the file is to be written.
+    """Duplicates an equal file of the newest checkpoint into the folder of this one. Returns None if there is none, or
+    it is gone or the store cannot duplicate it: then the file is to be written. Raises the other errors of
+    `FileReuse.take`.
     """
     if reuse is None or not reuse.may_have(image):
         return None

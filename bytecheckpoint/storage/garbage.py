@@ -99,7 +99,7 @@ def find_leftovers(store: Store, folder: str) -> Garbage:
     still run are among them: use `Leftover.is_dead` before you remove any.
 
     Leaves out all unfinished uploads if it may not list them, and folders whose manifest cannot be read; the result
-    says so. Other failures raise StorageError. The files of a single save beside a committed manifest count as needed.
+    says so. Other failures raise StorageError. Finished files beside a manifest count as needed if all are of one save.
     """
     objects = list(inventory_of(store, folder))
     by_folder: dict[str, dict[str, Leftover]] = {}

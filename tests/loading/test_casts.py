@@ -45,6 +45,7 @@ FIT = [
     (torch.bool, [True, False], torch.uint32),
 ]
 UNFIT += [(torch.float32, [1.0, each], torch.float8_e4m3fn) for each in (465.0, -1e6, float("inf"))]
+UNFIT += [(torch.complex64, [1, 1000], torch.float8_e4m3fn), (torch.complex64, [300], torch.float8_e4m3fnuz)]
 UNFIT += [(torch.int64, [-(2**63)], torch.float8_e4m3fn), (torch.int16, [500], torch.float8_e4m3fn)]
 NAN_STAYS = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float16]
 if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7

@@ -434,7 +434,8 @@ def test_by_default_nobody_looks_at_values(tmp_path, caplog) -> None:
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_an_asynchronous_save_that_fails_unseen_is_one_line_at_the_end(tmp_path) -> None:
+@pytest.mark.parametrize("ending", ["", "import sys; sys.stdout = None", "import sys; sys.stdout.close()"])
+def test_an_asynchronous_save_that_fails_unseen_is_one_line_at_the_end(tmp_path, ending) -> None:
     code = f"""
 import torch, bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
@@ -443,6 +444,7 @@ def refuse(*_, **__):
     raise StorageError("the disk fell off", kind="unavailable")
 LocalStore.write = refuse
 bcp.save({str(tmp_path / "c")!r}, {{"w": torch.zeros(5)}}, async_save=True)
+{ending}
 """
     ended = subprocess.run(
         [sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=Path(__file__).parents[2]
