@@ -1,27 +1,12 @@
-"""The errors of other ranks: as messages in the store of a call, and merged where several ranks have failed."""
+"""Encodes errors as messages from one rank to another, and merges those of several ranks. It sends nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import msgspec
-from torch._C._distributed_c10d import Store
 
-from bytecheckpoint.distributed.departures import HAS_FAILURE, NUM_FAILURES, failure_key
-from bytecheckpoint.distributed.store_values import get_message, put_message
-from bytecheckpoint.distributed.waiting import CallStore
 from bytecheckpoint.errors import ERROR_CLASSES, CheckpointError
-
-FAILURE = b"-"
-"""First byte of a message that holds an error."""
-
-
-class RankFailedError(Exception):
-    """Another rank failed. Carries the error for all ranks to raise; the coordinator must first pass it to `fail`."""
-
-    def __init__(self, error: CheckpointError) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class _Failure(msgspec.Struct, frozen=True):
@@ -59,18 +44,6 @@ def decode_failure(message: bytes) -> CheckpointError:
     failure = msgspec.msgpack.decode(message[1:], type=_Failure)
     cls = ERROR_CLASSES[failure.cls]
     return cls(failure.message, kind=failure.kind, path=failure.path, step=failure.step, ranks=failure.ranks)
-
-
-def put_failure(store: Store, error: CheckpointError) -> None:
-    """Puts the error of a rank other than the coordinator into the store of a call."""
-    put_message(store, failure_key(store.add(NUM_FAILURES, 1)), FAILURE + encode_failure(error))
-    put_message(store, HAS_FAILURE, b"")
-
-
-def put_failures(call: CallStore) -> list[CheckpointError]:
-    """Returns the errors that ranks have put into the store of a call."""
-    keys = map(failure_key, range(1, call.store.add(NUM_FAILURES, 0) + 1))
-    return [decode_failure(get_message(call.store, key)) for key in keys if call.is_set(key)]
 
 
 def no_thread(error: RuntimeError, use: str) -> CheckpointError:

@@ -27,16 +27,8 @@ from bytecheckpoint.distributed.blocks import (
     down_key,
     up_key,
 )
-from bytecheckpoint.distributed.departures import ABANDONED, HAS_FAILURE, Departures
-from bytecheckpoint.distributed.failures import (
-    FAILURE,
-    RankFailedError,
-    decode_failure,
-    encode_failure,
-    merge_errors,
-    put_failure,
-    put_failures,
-)
+from bytecheckpoint.distributed.departures import ABANDONED, HAS_FAILURE, NUM_FAILURES, Departures, failure_key
+from bytecheckpoint.distributed.failures import decode_failure, encode_failure, merge_errors
 from bytecheckpoint.distributed.liveness.peer_watch import PeerWatch, host_of
 from bytecheckpoint.distributed.store_limits import run_with_timeout, store_lost
 from bytecheckpoint.distributed.store_values import get_message, get_messages, keys_of, put_message
@@ -56,8 +48,16 @@ _SMALL_BYTES = 1 << 10
 """Longest message to the coordinator or to a leader that may stay in the store until the call is over."""
 
 
-_OWN, _SHARED, _LEFT = b"+", b"=", b"."
-"""First byte of a message from the coordinator, or FAILURE: for one rank; the same for all; the call is over."""
+class RankFailedError(Exception):
+    """Another rank failed. Carries the error for all ranks to raise; the coordinator must first pass it to `fail`."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+_OWN, _SHARED, _FAILURE, _LEFT = b"+", b"=", b"-", b"."
+"""First byte of a message from the coordinator: for one rank; the same for all; a rank has failed; the call is over."""
 
 
 class GroupRanks:
@@ -113,8 +113,9 @@ class GroupRanks:
         self._large_keys: list[str] = []
         """Keys that their reader removes, unless the call fails before."""
         self._may_get_verdict = True
+        """False if the coordinator sends nothing more to this rank: after a failure, it must not wait for a verdict."""
         self._is_store_lost = False
-        self._has_left = self._has_failed = False
+        self._has_failed = False
         """True if this rank has failed or, on the coordinator, any rank."""
 
     @property
@@ -177,11 +178,6 @@ class GroupRanks:
         except CheckpointError:
             return error  # no rank can be reached, and the own error says more
 
-    def fail_alone(self, error: CheckpointError) -> None:
-        with suppress(CheckpointError, TimeoutError, RuntimeError):
-            if not (self._is_store_lost or self._has_failed):
-                run_with_timeout(_STORE_GRACE_S, lambda: self._fail(error, is_alone=True))
-
     def close(self) -> None:
         with suppress(CheckpointError):  # the work is done and known to be; only keys may stay behind
             self._use_store(self._end if self.rank == COORDINATOR else self._leave)
@@ -200,7 +196,7 @@ class GroupRanks:
         if not has_rung and (absent := self._attendance.find_absent(self._call_store, number)):
             raise self._attendance.missing_error(absent)
         if self._call_store.is_set(HAS_FAILURE):  # also of a rank that sent its message and then gave up on this one
-            raise RankFailedError(merge_errors(put_failures(self._call_store)))
+            raise RankFailedError(merge_errors(self._failures()))
         self._attendance.raise_found(self._departures.leave_for)
         members = [up_key(number, rank) for rank in self._blocks.members(COORDINATOR)]
         messages = self._take([*members, *(block_key(number, leader) for leader in self._blocks.leaders[1:])])
@@ -281,29 +277,31 @@ class GroupRanks:
         self._send_down(_OWN)
         return payloads[COORDINATOR]
 
-    def _fail(self, error: CheckpointError, *, is_alone: bool = False) -> CheckpointError:
-        self._has_failed = True
+    def _fail(self, error: CheckpointError) -> CheckpointError:
         if self.rank != COORDINATOR:
-            return self._report_failure(error, awaits_verdict=not is_alone)
+            return self._report_failure(error)
+        self._has_failed = True
         if error.kind == "rank_missing" and self._call_store.is_set(HAS_FAILURE):
-            error = merge_errors([error, *put_failures(self._call_store)])
-        self._send_down(FAILURE, encode_failure(error))
+            error = merge_errors([error, *self._failures()])
+        self._send_down(_FAILURE, encode_failure(error))
         for leader in self._blocks.leaders[1:]:  # which may wait for a rank of their blocks
             self._ring(leader)
         if error.kind == "rank_missing":
             put_message(self._store, ABANDONED, b"")  # stays for ranks that come late
-        missing = error.ranks if error.kind == "rank_missing" else ()
-        self._end(missing, limit_s=0.0 if is_alone else _CLOSE_S)
+        self._end(missing=error.ranks if error.kind == "rank_missing" else ())
         return error
 
-    def _report_failure(self, error: CheckpointError, *, awaits_verdict: bool) -> CheckpointError:
-        """Reports an error. Returns it, or with `awaits_verdict` the one that all ranks raise, if that comes."""
-        put_failure(self._store, error)
+    def _report_failure(self, error: CheckpointError) -> CheckpointError:
+        """Reports an error to the coordinator; waits for and returns the one that all ranks raise, else `error`."""
+        self._has_failed = True
+        number = self._store.add(NUM_FAILURES, 1)
+        put_message(self._store, failure_key(number), _FAILURE + encode_failure(error))
+        put_message(self._store, HAS_FAILURE, b"")
         for reader in {self._blocks.leader, COORDINATOR} - {self.rank}:
             self._ring(reader)
         try:
             with suppress(CheckpointMismatchError):  # the coordinator made another call
-                while awaits_verdict and self._may_get_verdict:  # messages that were under way come first
+                while self._may_get_verdict:  # messages that were under way come first
                     self._receive_down()
         except RankFailedError as verdict:
             return verdict.error
@@ -317,23 +315,21 @@ class GroupRanks:
 
     def _leave(self, *, all_failed: bool = False) -> None:
         """Counts this rank, not the coordinator, as gone. Removes its keys, except what the last rank is to remove."""
-        if self._has_left:  # an interrupted call, whose thread goes on to the same end
-            return
-        self._has_left = True
         # A leader may be about to read them.
         num_read = 0 if self._has_failed or (all_failed and self._blocks.are_several) else self._num_read
         self._call_store.remove(*self._keys[:num_read])
         call_keys = [*self._keys[num_read:], *self._large_keys, *(self._last_arrivals() if all_failed else [])]
         self._departures.leave(self.rank, block_keys=self._block_keys, call_keys=call_keys)
 
-    def _end(self, missing: Sequence[int] = (), *, limit_s: float = _CLOSE_S) -> None:
-        """Waits, as the coordinator, up to `limit_s` for others to leave, then leaves; `missing` are global ranks."""
+    def _end(self, missing: Sequence[int] = ()) -> None:
+        """Waits, as the coordinator, for others to leave, then leaves the call; `missing` are global ranks."""
         names = zip(range(self.num_ranks), self.global_ranks, strict=True)
         absent = {rank for rank, name in names if name in missing}
+        limit_s = min(_CLOSE_S, self._timeout_s)
         keys = [*self._keys, *([*self._large_keys, *self._last_arrivals()] if self._has_failed else [])]
         departures, find = self._departures, partial(self._attendance.ended_among, self._blocks.senders(COORDINATOR))
         has_failed, look = self._has_failed, lambda: departures.leave_for(find())
-        if not departures.end(keys, min(limit_s, self._timeout_s), missing=absent, has_failed=has_failed, look=look):
+        if not departures.end(keys, limit_s, missing=absent, has_failed=has_failed, look=look):
             # For a rank that fails after the last message: it would wait for a verdict until its time limit.
             keys += put_message(self._store, down_key(self._num_down, "all"), _LEFT)
             departures.end_first(keys)
@@ -344,7 +340,7 @@ class GroupRanks:
 
     def _send_down(self, kind: bytes, payload: bytes = b"") -> None:
         # A rank that makes another call would take the payload for that of its own.
-        payload = payload if self._num_down or kind == FAILURE else named_call(self._call_name, payload)
+        payload = payload if self._num_down or kind == _FAILURE else named_call(self._call_name, payload)
         self._put(down_key(self._num_down, "all"), kind + payload)
         self._num_down += 1
 
@@ -362,7 +358,7 @@ class GroupRanks:
         self._attendance.meet(number)
         self._num_down += 1
         self._num_read = len(self._keys)
-        if message[:1] == FAILURE:
+        if message[:1] == _FAILURE:
             self._leave(all_failed=True)
             raise RankFailedError(decode_failure(message))
         if message == _LEFT:  # only a rank that fails after the last message reads on: see `_end`
@@ -385,6 +381,10 @@ class GroupRanks:
     def _look_for_coordinator(self) -> None:
         is_first = not (self._num_up or self._num_down or self._has_failed)
         self._attendance.look_for_coordinator(self._call_store, self._num_down, is_first=is_first)
+
+    def _failures(self) -> list[CheckpointError]:
+        keys = map(failure_key, range(1, self._store.add(NUM_FAILURES, 0) + 1))
+        return [decode_failure(get_message(self._store, key)) for key in keys if self._call_store.is_set(key)]
 
     def _put(self, key: str, message: bytes) -> None:
         self._keys += put_message(self._store, key, message)

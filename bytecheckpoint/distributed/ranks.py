@@ -20,8 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from bytecheckpoint.distributed.blocks import COORDINATOR
 from bytecheckpoint.distributed.departures import ABANDONED, MAX_BLOCK_RANKS, Departures
-from bytecheckpoint.distributed.failures import RankFailedError
-from bytecheckpoint.distributed.key_value_ranks import GroupRanks
+from bytecheckpoint.distributed.key_value_ranks import GroupRanks, RankFailedError
 from bytecheckpoint.distributed.liveness.peer_watch import PeerWatch
 from bytecheckpoint.distributed.store_limits import run_on_thread, store_lost
 from bytecheckpoint.distributed.waiting import CallStore, WaitingClients
@@ -86,11 +85,6 @@ class Ranks(Protocol):
         if that counts more, or this one.
         """
 
-    def fail_alone(self, error: CheckpointError) -> None:
-        """Sends the error to the other ranks, for 4 s at most, and waits for no answer: this rank raises another one.
-        Raises no error about ranks or a store that are lost.
-        """
-
     def close(self) -> None:
         """Ends the call. The coordinator waits, for 5 s at most, until all ranks have read the last message. Raises no
         error about ranks or a store that are lost.
@@ -130,9 +124,6 @@ class SoleRank:
 
     def fail(self, error: CheckpointError) -> CheckpointError:
         return error
-
-    def fail_alone(self, error: CheckpointError) -> None:
-        """Does nothing."""
 
     def close(self) -> None:
         """Does nothing."""
@@ -303,7 +294,7 @@ def together(ranks: Ranks, what: str, *, about: Subject) -> Iterator[None]:
     message in such a block. The rank is named, unless the error is about all of them.
 
     An Exception that is no CheckpointError becomes one of kind `rank_failed`, chained to its cause. What is no
-    Exception, such as KeyboardInterrupt, passes unchanged, and the other ranks raise an error of that kind.
+    Exception, such as KeyboardInterrupt, passes unchanged, and is not sent to other ranks.
     """
     try:
         yield
@@ -315,9 +306,6 @@ def together(ranks: Ranks, what: str, *, about: Subject) -> Iterator[None]:
         raise ranks.fail(_located(error, ranks, about)) from cause
     except Exception as error:
         raise ranks.fail(_wrapped(error, ranks, what, about)) from error
-    except (KeyboardInterrupt, SystemExit) as error:
-        ranks.fail_alone(_wrapped(error, ranks, what, about))
-        raise
 
 
 class Subject(NamedTuple):
@@ -358,12 +346,11 @@ def _located(error: CheckpointError, ranks: Ranks, about: Subject) -> Checkpoint
     return cls(_sentences(message, about), kind=error.kind, path=error.path or about.path, step=step, ranks=named_ranks)
 
 
-def _wrapped(error: BaseException, ranks: Ranks, what: str, about: Subject) -> CheckpointError:
+def _wrapped(error: Exception, ranks: Ranks, what: str, about: Subject) -> CheckpointError:
     cls = CheckpointSaveError if about.is_save else CheckpointError
     name = ranks.global_ranks[ranks.rank]
     where = f" on rank {name} ({socket.gethostname()})" if ranks.num_ranks > 1 else ""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    message = f"{what} failed{where}: {text}"
+    message = f"{what} failed{where}: {type(error).__name__}: {error}"
     return cls(_sentences(message, about), kind="rank_failed", path=about.path, step=about.step, ranks=(name,))
 
 

@@ -209,4 +209,4 @@ def interrupt_rank_1(rank: int, world_size: int, path: str) -> tuple[str, tuple[
 
 def test_an_interrupt_does_not_wait_for_a_reader_that_does_not_answer(workers: WorkerPool, tmp_path: Path) -> None:
     outcomes = workers.run(interrupt_rank_1, str(tmp_path), world_size=2)
-    assert outcomes == [("rank_failed", (1,)), ("KeyboardInterrupt", ())]
+    assert outcomes == [("rank_missing", (1,)), ("KeyboardInterrupt", ())]
