@@ -23,14 +23,14 @@ class FileWriter:
         self,
         store: Store,
         elements: Elements,
-        longest_bytes: int,
+        longest_file_bytes: int,
         *,
         memory_bytes: int,
         on_progress: Callable[[int], None],
     ) -> None:
         self._store = store
         self._elements = elements
-        self._window_bytes = window_bytes_of(memory_bytes, longest_bytes)
+        self._window_bytes = window_bytes_of(memory_bytes, longest_file_bytes)
         self._scratch = BufferPool(self._window_bytes, NUM_WINDOWS)
         self._on_progress = on_progress
         self._lock = threading.Lock()

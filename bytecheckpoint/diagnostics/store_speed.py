@@ -132,9 +132,9 @@ def _page_aligned(content: bytes) -> memoryview:
 
 
 def _drop_cache(store: ProbeStore) -> None:
-    """Evicts a local object from the page cache, as far as the kernel does."""
+    """Evicts the object "read" of a local store from the page cache, as far as the kernel does."""
     if isinstance(store.store, LocalStore):
-        with suppress(OSError):
+        with suppress(OSError, AttributeError):  # macOS has no posix_fadvise
             fd = os.open(join_name(str(store), "read"), os.O_RDONLY)
             try:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

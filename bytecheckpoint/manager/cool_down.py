@@ -67,8 +67,8 @@ def copy_step(
 
 
 def clear_cut_off(target: Store, target_folder: str, save_id: str) -> None:
-    """Deletes the temporary files that killed copies of this checkpoint have left. Only the owner of the target may
-    call this: a copy that another process is making loses its temporary files too. Raises StorageError.
+    """Deletes the temporary files, and aborts the uploads, that killed copies of this checkpoint have left. Only the
+    owner of the target may call this: a copy that another process is making loses them too. Raises as `garbage.remove`.
     """
     if not isinstance(target, HasInventory):
         return

@@ -30,6 +30,7 @@ class OptionSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rena
     """A source of an option: a value in the plain data of the checkpoint, or the length of a tensor."""
 
     value: str = ""
+    """FQN of a value in the plain data, or the end of one after a dot."""
     condition: str = ""
     """Name of another value: if that exists and is false, `value` is not used."""
     tensor: Pattern | None = None

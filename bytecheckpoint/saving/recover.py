@@ -126,8 +126,8 @@ class _RecoveryAssignment(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _exchange_plans(ranks: Ranks, store: Store, stage: str) -> _RecoveryAssignment:
-    """Returns this rank's part of the recovery plan. The coordinator makes the plan from the folders that all ranks
-    see, and writes a mark for each save to be committed: see `_mark_alive`.
+    """Returns this rank's part of the recovery plan. The coordinator makes it from what each rank has in its stage, and
+    writes a mark for each save to be committed: see `_mark_alive`. All ranks must call it.
     """
     staged = [(found, _folder_in(store, found.journal)) for found in stage_folder.scan(stage)]
     parts = [_part(stage, found, folder) for found, folder in staged if folder is not None]

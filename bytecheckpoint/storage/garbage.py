@@ -173,8 +173,8 @@ def _used_by(manifest: Manifest, folder: str) -> Callable[[str], bool]:
 
 
 def _owner_of(name: str) -> tuple[str, str] | None:
-    """Returns the checkpoint's folder and the save id, "" if its name has none, of an object that only saves make; None
-    for any other.
+    """Returns the checkpoint's folder and the save id, "" if the name has none, of a temporary, also a probe's, or of
+    another object that only saves make; None for any other.
     """
     folder, _, last = name.rpartition("/")
     for part in folder.split("/"):

@@ -158,7 +158,9 @@ def _without_owner(
     by_dp_rank: Mapping[int, int],
     owners: Mapping[str, int],
 ) -> Iterator[StreamProblem]:
-    """Yields the problems of streams that no rank has, and of a rank that knows other streams than the first."""
+    """Yields the problems of absent data-parallel ranks, of streams without an owner, and of the first rank that knows
+    other streams than data-parallel rank 0.
+    """
     absent = [str(dp_rank) for dp_rank in range(first.size) if dp_rank not in by_dp_rank]
     if absent:
         text = f"{fqn}: no process passed rank={and_more(absent, _NUM_SHOWN)} of size={first.size}"

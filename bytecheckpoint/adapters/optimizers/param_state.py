@@ -269,8 +269,9 @@ class ParamState:
 
 
 def _plain_like(parameter: torch.Tensor, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
-    """Returns uninitialised memory of the parameter's shape that is cut and lies as the parameter. It is no subclass
-    where the parameter is one: what an optimizer keeps as one is saved in parts.
+    """Returns uninitialised memory of the parameter's shape, on its device if `device` is None, and sharded as it is
+    where that can be. Parts are plain where the parameter's are a subclass: what an optimizer keeps as one is saved in
+    parts.
     """
     if not is_subclass(parameter):
         return torch.empty_like(parameter.detach(), dtype=dtype, device=device)

@@ -32,7 +32,9 @@ def is_optimizer_tree(tree: Any) -> TypeGuard[Mapping[str, Any]]:
         return False
     state, groups = tree["state"], tree["groups"]
     has_form = isinstance(state, dict) and isinstance(groups, dict)
-    return has_form and all(isinstance(group, dict) and "params" in group for group in groups.values())
+    return has_form and all(
+        isinstance(group, dict) and {"params", "values"} <= group.keys() for group in groups.values()
+    )
 
 
 def are_groups(tree: Any) -> bool:
@@ -215,7 +217,8 @@ class StoredOptimizer:
         """Returns True unless the checkpoint shows that the parameter had another shape when its state was saved."""
         if self._is_by_position:  # the checkpoint does not say which tensors the parameters are
             shapes = [found for _, (_, _, found) in self.tensors(names).values() if len(found) == len(shape)]
-            return not shapes or tuple(map(max, zip(*shapes, strict=True))) == shape  # Adafactor has rows and columns
+            # SOAP has factors beside tensors like the parameter, Adafactor only rows and columns.
+            return not shapes or shape in shapes or tuple(map(max, zip(*shapes, strict=True))) == shape
         return self.parameter_shape(names) in {None, shape}
 
     def misfits(self, names: ParameterNames, shape: tuple[int, ...]) -> Iterator[Problem]:

@@ -173,7 +173,7 @@ def _tied(value: Any) -> dict[str, str]:
 
 
 def _name_left_out(models: Sequence[SavedFile]) -> None:
-    """Notes what is left out: descriptions of the run, and tensors under names that only the first file is read for."""
+    """Adds to the builder's `left_out` descriptions of the run, and tensors that are read from the first file only."""
     builder = models[0].builder
     for key in _LEFT:
         if models[0].value.get(key) is not None:

@@ -34,8 +34,13 @@ class PreparedLoader:
     ranks, and a state of each rank, which is used only by a load on the same number of ranks.
     """
 
-    def __init__(self, accelerator: Any, loader: Any, *, is_current: bool, loads: bool) -> None:
-        self._accelerator, self._loader, self._is_current, self._loads = accelerator, loader, is_current, loads
+    def __init__(self, accelerator: Any, loader: Any, *, is_current: bool, is_for_load: bool) -> None:
+        self._accelerator, self._loader, self._is_current, self._is_for_load = (
+            accelerator,
+            loader,
+            is_current,
+            is_for_load,
+        )
         self._pass = PASSES.get(core_of(loader))
         self._resume = RESUMES.get(core_of(loader))
         self._loaded_state: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
@@ -43,7 +48,7 @@ class PreparedLoader:
 
     def stream_ids(self) -> Sequence[str]:
         """Returns the id of this rank's state; an empty list in a load, so that any number of ranks fits."""
-        return [] if self._loads else [_id_of(self._accelerator.process_index)]
+        return [] if self._is_for_load else [_id_of(self._accelerator.process_index)]
 
     def stream_state(self, _stream_id: str) -> Mapping[str, Any]:
         """Returns the state with which this rank goes on if the number of ranks is the same."""
@@ -150,14 +155,14 @@ class PreparedLoader:
         return found[0]
 
 
-def data_state(accelerator: Any, current: Any, *, loads: bool) -> list[DataLoaderState]:
+def data_state(accelerator: Any, current: Any, *, is_for_load: bool) -> list[DataLoaderState]:
     """Returns the state of each prepared loader, in their order. `current` is the one that the trainer reads."""
     loaders = accelerator._dataloaders
     states = []
     for loader in loaders:
         elastic = elastic_loader_of(loader)
         if elastic is None:
-            elastic = PreparedLoader(accelerator, loader, is_current=loader is current, loads=loads)
+            elastic = PreparedLoader(accelerator, loader, is_current=loader is current, is_for_load=is_for_load)
         rank, size = accelerator.process_index, accelerator.num_processes
         states.append(DataLoaderState(elastic, rank=rank, size=size))
     return states

@@ -105,7 +105,7 @@ def save_state(
         record = decisions.decide_together("looking at the checkpoints", note_save, FolderRecord)
         arguments["metadata"] = {**(arguments.get("metadata") or {}), **record.as_metadata()}
     models = _models_to_save(accelerator, place, _decisions(place, arguments, SaveOptions))
-    state = _state_of(accelerator, models, loads=False)
+    state = _state_of(accelerator, models, is_for_load=False)
     arguments["metadata"] = marked("accelerate", arguments.get("metadata"))
     with _parameters_named(accelerator, models):
         handle = api.save(place, state, async_save=async_save, **arguments)
@@ -143,7 +143,7 @@ def load_state(accelerator: Any, path: str | os.PathLike[str] | None = None, **a
     models = _models_to_load(accelerator, place, _decisions(place, arguments, LoadOptions))
     if not accelerator._models:  # before prepare(): an empty one refuses the weights that would be left out silently
         models[0] = nn.Module()
-    state = _state_of(accelerator, models, loads=True)
+    state = _state_of(accelerator, models, is_for_load=True)
     with _parameters_named(accelerator, models):
         report = api.load(place, state, **arguments)
     accelerator.step = state["extra_state"]["step"]
@@ -161,12 +161,12 @@ def load_state(accelerator: Any, path: str | os.PathLike[str] | None = None, **a
     return report
 
 
-def _state_of(accelerator: Any, models: Mapping[int, Any], *, loads: bool) -> dict[str, Any]:
+def _state_of(accelerator: Any, models: Mapping[int, Any], *, is_for_load: bool) -> dict[str, Any]:
     """Returns the live state under names that are the same for all integrations; a second model is `model_1`."""
     optimizers = [_unwrapped(each, AcceleratedOptimizer, "optimizer") for each in accelerator._optimizers]
     schedulers = [_unwrapped(each, AcceleratedScheduler, "scheduler") for each in accelerator._schedulers]
-    current = None if loads else current_loader(accelerator)
-    data = data_state(accelerator, current, loads=loads)
+    current = None if is_for_load else current_loader(accelerator)
+    data = data_state(accelerator, current, is_for_load=is_for_load)
     names = (_numbered("data", number) for number, each in enumerate(accelerator._dataloaders) if each is current)
     extra: dict[str, Any] = {"step": accelerator.step, "current_loader": next(names, None)}
     extra |= {f"object_{number}": each for number, each in enumerate(accelerator._custom_objects)}

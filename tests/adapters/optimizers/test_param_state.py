@@ -367,3 +367,24 @@ def test_a_load_looks_at_the_state_of_many_parameters_at_once(tmp_path: Path, mo
     assert sum(looks) == 400  # a parameter, its step and two moments
     assert len(looks) <= 3  # 256 at once stay in the processor's cache
     assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+
+
+class Factored(torch.optim.Optimizer):
+    """Has a square factor for each dimension of a parameter, in a list, as SOAP has."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, _closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            factors = [torch.eye(length) for length in parameter.shape]
+            self.state[parameter] = {"exp_avg": torch.ones_like(parameter.detach()), "GG": factors}
+
+
+def test_an_optimizer_with_factors_that_torch_saved_is_loaded_by_position(tmp_path: Path) -> None:
+    model = nn.Linear(3, 5, bias=False)
+    optimizer, restored = Factored(model.parameters()), Factored(model.parameters())
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    bcp.load(tmp_path / "a.pt", {"model": model, "optimizer": restored})
+    assert same_value(restored.state[model.weight], optimizer.state[model.weight])
