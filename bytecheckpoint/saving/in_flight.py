@@ -293,12 +293,10 @@ class SavesInFlight:
         for path in under_way:
             _print(f"the program ends while the save to {path} is under way: {_ALL_OR_NOTHING}")
         for path, error in errors:
-            if isinstance(error, CheckpointError):  # whose message says all that a user can do about it
-                _print(f"the save to {path} failed and was not committed: {error.message}")
-                logger.debug("the save to %s failed", path, exc_info=error)
-            else:
-                _print(f"the save to {path} failed and was not committed:")
-                traceback.print_exception(error, file=sys.stderr)
+            # The message of one of this library's errors says all that a user can do about it.
+            text = error.message if isinstance(error, CheckpointError) else "".join(traceback.format_exception(error))
+            _print(f"the save to {path} failed and was not committed: {text}")
+            logger.debug("the save to %s failed", path, exc_info=error)
         atexit.unregister(self._report_at_exit)
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
@@ -308,7 +306,8 @@ class SavesInFlight:
 
 
 def _print(text: str) -> None:
-    print(f"bytecheckpoint: {text}", file=sys.stderr)  # noqa: T201
+    with suppress(OSError, ValueError):  # a full disk, or a closed stream
+        print(f"bytecheckpoint: {text}", file=sys.stderr)  # noqa: T201
 
 
 class ProcessState:

@@ -150,12 +150,15 @@ def test_weights_in_nested_dicts_are_those_in_full_precision(tmp_path: Path, cla
     write_shared(tmp_path / "ds", 1, classes)
     file = tmp_path / "ds" / "mp_rank_00_model_states.pt"
     saved = torch.load(file, weights_only=False)
-    saved["module"] = {"language_model": {name: saved["module"][name] for name in SHAPES}}
+    saved["module"] = {"language_model": {name: saved["module"][name] for name in SHAPES}, "hook": {"n": 5}}
     saved["shared_params"] = {}
     torch.save(saved, file)
     stored = bcp.open(tmp_path / "ds")
     for name in SHAPES:
         assert torch.equal(stored[f"model.{name}"][...], value(name, "weight"))
+    state = {"model": {"hook": {"n": 0}}}
+    bcp.load(tmp_path / "ds", state, include=["model.hook.n"])
+    assert state["model"]["hook"]["n"] == 5
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 11])

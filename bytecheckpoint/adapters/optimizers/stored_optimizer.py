@@ -218,7 +218,8 @@ class StoredOptimizer:
         if self._is_by_position:  # the checkpoint does not say which tensors the parameters are
             shapes = [found for _, (_, _, found) in self.tensors(names).values() if len(found) == len(shape)]
             # SOAP has factors beside tensors like the parameter, Adafactor only rows and columns.
-            return not shapes or shape in shapes or tuple(map(max, zip(*shapes, strict=True))) == shape
+            is_among = shape in shapes and all({1, *shape}.issuperset(each) for each in shapes)
+            return not shapes or is_among or tuple(map(max, zip(*shapes, strict=True))) == shape
         return self.parameter_shape(names) in {None, shape}
 
     def misfits(self, names: ParameterNames, shape: tuple[int, ...]) -> Iterator[Problem]:

@@ -125,7 +125,7 @@ def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None
     for name, view in value["module"].items():
         stored = shared.get(name, name)
         # ZeRO 3 leaves empty tensors in the place of parameters.
-        if isinstance(view, dict) and flat and not is_extra_state(name):
+        if flat and isinstance(view, dict) and holds_tensor(view) and not is_extra_state(name):
             continue  # weights in nested dicts, which `model` has in full precision
         if not isinstance(view, StoredView) or is_extra_state(name):
             builder.trees[f"model.{name}"] = saved.plain(view, f"model.{name}")

@@ -67,8 +67,9 @@ def choose(folders: NumberedFolders, step: int, config: Any, *, assets: str | No
 
 
 def delete_left(folders: NumberedFolders, step: int, *, storage_options: Mapping[str, Any] | None) -> None:
-    """Deletes the checkpoint of a step, if there is one. Of a damaged one only the manifest goes: its other files are
-    garbage. Rank 0 calls it. Raises CheckpointExistsError (exists) if the checkpoint is pinned or leased.
+    """Deletes the checkpoint of a step, if there is one. Of a damaged one only the manifest goes, also if it is pinned:
+    its other files are garbage. Rank 0 calls it. Raises CheckpointExistsError (exists) for another one that is pinned
+    or leased.
     """
     path, folder = folders.path_of(step), folders.find(step)
     store = open_store(path, storage_options=storage_options, writer_threads=1)
